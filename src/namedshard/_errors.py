@@ -1,0 +1,113 @@
+"""Every error namedshard raises, and the one builder of their messages.
+
+A message has a headline, one indented line per offending leaf (all of them, so that one run shows the whole damage),
+and a ``fix:`` line.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+MAX_LISTED = 50
+
+
+class NamedShardError(Exception):
+    """Base of every error raised by namedshard."""
+
+
+class PlanError(NamedShardError, ValueError):
+    """A tree, a mapping and a mesh do not go together. Raised before any array moves."""
+
+
+class MappingError(PlanError):
+    """An axis mapping is not well formed."""
+
+
+class IndivisibleAxisError(PlanError):
+    """A named axis cannot be split evenly over the mesh axes it is mapped to."""
+
+
+class MeshAxisNotFoundError(PlanError):
+    """A mapping names a mesh axis that the mesh does not have."""
+
+
+class MeshAxisConflictError(PlanError):
+    """Two named axes of one array are mapped to the same mesh axis."""
+
+
+class NoCandidateError(PlanError):
+    """No candidate of a ``first(...)`` rule fits an array."""
+
+
+class NoMeshError(PlanError):
+    """A mapping was given, but there is no mesh to place arrays on."""
+
+
+class NoMappingError(PlanError):
+    """An operation needs an axis mapping, and there is none."""
+
+
+class AmbiguousMeshError(PlanError):
+    """``with mesh:`` and ``jax.set_mesh`` are both in force, with different meshes."""
+
+
+class MixedAxesError(PlanError):
+    """One array dimension is mapped to both Auto and Explicit mesh axes, which tracing cannot express."""
+
+
+class PlaceError(NamedShardError, ValueError):
+    """An array cannot be moved where the plan wants it."""
+
+
+class DeletedArrayError(PlaceError):
+    """An array was donated or deleted before it was to be moved."""
+
+
+class MemoryKindError(PlaceError):
+    """The devices do not offer the requested memory kind."""
+
+
+class TracedMoveError(PlaceError):
+    """A traced array was asked to leave the devices it is traced for. JAX ignores such moves without a word."""
+
+
+class CheckpointError(NamedShardError, ValueError):
+    """A checkpoint cannot be read or written as asked."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors file or index does not describe its own contents."""
+
+
+class MissingTensorError(CheckpointError):
+    """A checkpoint lacks tensors, holds unexpected ones, or holds them in other shapes."""
+
+
+class NarrowingError(CheckpointError):
+    """JAX would silently narrow a tensor's 64-bit values."""
+
+
+class StaticArgumentError(NamedShardError, TypeError):
+    """A non-array argument of a compiled function cannot be used as a static argument."""
+
+
+def count_of(bad: int, total: int) -> str:
+    """``"1 of 104 leaves"``, in the right number."""
+    return f"{bad} of {total} {'leaf' if total == 1 else 'leaves'}"
+
+
+def message(headline: str, lines: Iterable[str] = (), fix: str | None = None) -> str:
+    """The one layout of every message: headline, indented lines, fix."""
+    listed = list(lines)
+    shown = listed[:MAX_LISTED]
+    if len(listed) > len(shown):
+        shown.append(f"... and {len(listed) - len(shown)} more")
+    out = [headline, *("  " + line for line in shown)]
+    if fix is not None:
+        out.append("  fix: " + fix)
+    return "\n".join(out)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """``" (did you mean 'model'?)"`` when something close is known, else an empty string."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

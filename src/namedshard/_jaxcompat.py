@@ -1,0 +1,93 @@
+"""The only door to what is private in JAX, or differs between its versions.
+
+Each name here is used for a reason that no public function serves; ``tests/test_jaxcompat.py`` tells when one moves.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import mesh as _mesh_module
+from jax._src.array import ArrayImpl as ArrayImpl
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+# jax 0.12 moved the two context holders from `config` to `mesh`.
+_holders: Any = _mesh_module if hasattr(_mesh_module, "device_context") else _config
+_EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
+_EMPTY_ABSTRACT_MESH = AbstractMesh((), ())
+
+
+def context_meshes() -> tuple[Mesh | None, Mesh | None]:
+    """The concrete meshes of ``jax.set_mesh`` and of ``with mesh:``, each None when not in force.
+
+    ``jax.sharding.get_mesh`` refuses to answer while tracing, which is when the answer matters most.
+    """
+    by_set_mesh = _mesh_module.get_concrete_mesh()
+    by_with = _mesh_module.thread_resources.env.physical_mesh
+    return (
+        None if by_set_mesh is None or by_set_mesh.empty else by_set_mesh,
+        None if by_with.empty else by_with,
+    )
+
+
+def abstract_context_mesh() -> AbstractMesh | None:
+    """The abstract mesh in force (set while tracing, and inside ``shard_map`` with its Manual axes), or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh is None or mesh.empty else mesh
+
+
+def nothing_traced() -> bool:
+    """True outside of every ``jit``, ``vmap``, ``grad`` and ``scan``."""
+    return _core.trace_state_clean()
+
+
+def staging() -> bool:
+    """True where operations on concrete arrays are recorded for a compiler (``jit``), not run at once.
+
+    Under eager ``vmap`` and ``grad`` they still run at once.
+    """
+    if _core.trace_state_clean():
+        return False
+    return isinstance(jax.lax.full((), False), jax.core.Tracer)
+
+
+@contextlib.contextmanager
+def no_context_mesh() -> Iterator[None]:
+    """Run at once and with no mesh in force.
+
+    JAX refuses some moves whose device order differs from the context mesh's, and ``jax.set_mesh`` itself refuses to
+    run under eager ``vmap`` and ``grad``.
+    """
+    with contextlib.nullcontext() if _core.trace_state_clean() else jax.ensure_compile_time_eval():
+        abstract = _holders.abstract_mesh_context_manager.swap_local(_EMPTY_ABSTRACT_MESH)
+        concrete = _holders.device_context.swap_local(_EMPTY_MESH)
+        try:
+            yield
+        finally:
+            _holders.abstract_mesh_context_manager.set_local(abstract)
+            _holders.device_context.set_local(concrete)
+
+
+def auto_twin(mesh: Mesh) -> Mesh:
+    """The same devices and names with every axis Auto."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def memory_kind_of_traced(x: Any) -> str:
+    """``"pinned_host"`` for a traced array that lives in host memory, else ``"device"``: tracers have no sharding."""
+    space = getattr(jax.typeof(x), "memory_space", None)
+    return "pinned_host" if space == jax.memory.Space.Host else "device"
+
+
+def is_key_array(x: Any) -> bool:
+    """True for arrays of typed PRNG keys, whose bytes are reached only through ``jax.random.key_data``."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def device_order(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
+    """A sharding's devices in its own order; the public ``device_set`` forgets the order."""
+    return tuple(sharding._device_assignment)

@@ -1,0 +1,62 @@
+"""Which mesh: the one given, else the one in force."""
+
+from typing import TypeAlias
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import AmbiguousMeshError, message
+
+MeshLike: TypeAlias = Mesh | AbstractMesh
+
+
+def describe(mesh: MeshLike) -> str:
+    """``"'data'=2, 'model'=4"``."""
+    return ", ".join(f"{name!r}={size}" for name, size in mesh.shape.items()) or "no axes"
+
+
+def manual_axes() -> frozenset[str]:
+    """Mesh axes that an enclosing ``shard_map`` has taken: arrays in it are already local along them."""
+    mesh = compat.abstract_context_mesh()
+    if mesh is None:
+        return frozenset()
+    return frozenset(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual)
+
+
+def context_mesh() -> MeshLike | None:
+    """The mesh in force: ``jax.set_mesh``, else ``with mesh:``, else an abstract one (while tracing), else None.
+
+    Raises:
+        AmbiguousMeshError: ``jax.set_mesh`` and ``with mesh:`` are both in force and differ.
+    """
+    by_set_mesh, by_with = compat.context_meshes()
+    if by_set_mesh is not None and by_with is not None and by_set_mesh != by_with:
+        raise AmbiguousMeshError(
+            message(
+                f"two meshes are in force: jax.set_mesh gives ({describe(by_set_mesh)}) on devices"
+                f" {device_ids(by_set_mesh)}, `with mesh:` gives ({describe(by_with)}) on devices {device_ids(by_with)}",
+                fix="leave one of the two contexts, or pass mesh=",
+            )
+        )
+    abstract = compat.abstract_context_mesh()
+    concrete = by_set_mesh or by_with
+    if concrete is None:
+        return abstract
+    if abstract is None or abstract.shape == concrete.abstract_mesh.shape:
+        return concrete
+    # A `use_abstract_mesh` block that lies inside the concrete context.
+    return abstract
+
+
+def resolve_mesh(mesh: MeshLike | None) -> MeshLike | None:
+    """The mesh given, else the one in force, else None."""
+    if mesh is None:
+        return context_mesh()
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}")
+    return mesh
+
+
+def device_ids(mesh: Mesh) -> list[int]:
+    """Device ids in the mesh's order."""
+    return [d.id for d in mesh.devices.flat]

@@ -1,0 +1,96 @@
+"""PURE. Which way an array takes from where it is to where it is wanted.
+
+The table is in ``docs/routes.md``; `_place` carries it out.
+"""
+
+import dataclasses
+import enum
+from typing import Any, Literal
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from namedshard import _jaxcompat as compat
+
+
+class Route(enum.Enum):
+    """How `shard` moves a leaf. The values are what `explain` prints."""
+
+    LEFT = "left"
+    ANNOTATE = "annotate"
+    KEEP = "keep"
+    TRACED = "traced"
+    FROM_HOST = "from host"
+    CONSTRAIN = "constrain"
+    CONSTRAIN_JIT = "constrain in jit"
+    DEVICE_PUT = "device_put"
+    COLLECTIVE = "collective"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a leaf is now.
+
+    ``kind`` is ``"abstract"``, ``"traced"``, ``"host"`` (numpy) or ``"array"``; the rest is set for arrays.
+    """
+
+    kind: Literal["abstract", "traced", "host", "array"]
+    sharding: Sharding | None = None
+    committed: bool = False
+    addressable: bool = True
+    memory_kind: str | None = None
+
+
+def placement_of(x: Any, staging: bool) -> Placement:
+    """Where a leaf is now. ``staging``: operations are being recorded for a compiler, also those on concrete arrays."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return Placement("abstract", x.sharding)
+    if isinstance(x, jax.core.Tracer):
+        return Placement("traced", memory_kind=compat.memory_kind_of_traced(x))
+    if staging:
+        return Placement("traced", memory_kind="device")
+    if isinstance(x, jax.Array):
+        return Placement("array", x.sharding, x.committed, x.is_fully_addressable, x.sharding.memory_kind)
+    return Placement("host")
+
+
+def wanted_memory_kind(now: Placement, asked: str | None) -> str | None:
+    """The kind asked for, else the kind the array has (None: the devices' own)."""
+    if asked is not None:
+        return asked
+    if now.kind == "array" and now.committed:
+        return now.memory_kind
+    return now.memory_kind if now.kind == "traced" and now.memory_kind != "device" else None
+
+
+def same_place(have: Sharding, want: NamedSharding, ndim: int) -> bool:
+    """Equivalent sharding on the same mesh: axis names and axis types count, since tracing looks at them."""
+    if have is want:
+        return True
+    if not isinstance(have, NamedSharding) or have.mesh != want.mesh:
+        return False
+    return have == want or have.is_equivalent_to(want, ndim)
+
+
+def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Route:
+    """The route from a placement to a wanted sharding."""
+    if now.kind == "abstract":
+        return Route.ANNOTATE
+    if now.kind == "traced":
+        return Route.TRACED
+    if now.kind == "host" or now.sharding is None:
+        return Route.FROM_HOST
+    if now.committed and same_place(now.sharding, want, len(shape)):
+        return Route.KEEP
+    if not now.committed and now.addressable:
+        return Route.FROM_HOST
+    same_devices = compat.device_order(now.sharding) == compat.device_order(want)
+    if same_devices and now.memory_kind == want.memory_kind:
+        return Route.CONSTRAIN if now.addressable else Route.CONSTRAIN_JIT
+    if now.addressable and want.is_fully_addressable:
+        return Route.DEVICE_PUT
+    if not now.addressable and now.sharding.device_set == want.device_set:
+        return Route.DEVICE_PUT
+    return Route.COLLECTIVE
+
+
