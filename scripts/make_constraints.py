@@ -34,8 +34,11 @@ def resolve(python_version: str) -> dict[str, str]:
         # What ships with an older Python resolves many times slower.
         subprocess.run([*pip, "install", "-qq", "--upgrade", "pip"], check=True)
         report = Path(folder, "report.json")
+        # As the first release of the minor version, since some projects refuse the early ones that distributions still
+        # ship; and from wheels alone, so that no compiler is needed. pip wants a target for that, and leaves it alone.
+        oldest = ["--python-version", f"{python_version}.0", "--only-binary", ":all:", "--target", folder]
         wanted = f"{ROOT}[dev,docs]"
-        subprocess.run([*pip, "install", "-qq", "--dry-run", "--report", str(report), wanted], check=True)
+        subprocess.run([*pip, "install", "-qq", "--dry-run", "--report", str(report), *oldest, wanted], check=True)
         installs = json.loads(report.read_text())["install"]
     found = {normalised(item["metadata"]["name"]): item["metadata"]["version"] for item in installs}
     del found["namedshard"]

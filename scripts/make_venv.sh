@@ -51,7 +51,7 @@ if ! {
     "$python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs]' &&
         "$python" -m pip install -qq --disable-pip-version-check --no-deps -r requirements-demo.txt
 }; then
-    echo "make_venv: pip could not install what is named above: check the network and the free disk space, then repeat" >&2
+    echo "make_venv: pip failed; for all it has to say: $python -m pip install -c constraints.txt -e '.[dev,docs]'" >&2
     exit 1
 fi
 echo "$state" >"$stamp"

@@ -5,6 +5,8 @@ and a ``fix:`` line.
 """
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 MAX_LISTED = 50
@@ -70,6 +72,18 @@ class TracedMoveError(PlaceError):
     """A traced array was asked to leave the devices it is traced for. JAX ignores such moves without a word."""
 
 
+class MismatchError(PlaceError):
+    """Arguments of a compiled function are not placed as it needs them."""
+
+
+class IgnoredTransferError(PlaceError):
+    """Traced code holds a ``device_put`` that the compiler will ignore."""
+
+
+class DonationError(NamedShardError, ValueError):
+    """A donated argument cannot be donated, is passed twice, or was donated before."""
+
+
 class CheckpointError(NamedShardError, ValueError):
     """A checkpoint cannot be read or written as asked."""
 
@@ -88,6 +102,11 @@ class NarrowingError(CheckpointError):
 
 class StaticArgumentError(NamedShardError, TypeError):
     """A non-array argument of a compiled function cannot be used as a static argument."""
+
+
+def at(path: str) -> str:
+    """A leaf path for a message; the only leaf of a tree has an empty one."""
+    return path or "(root)"
 
 
 def count_of(bad: int, total: int) -> str:
@@ -111,3 +130,21 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     """``" (did you mean 'model'?)"`` when something close is known, else an empty string."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def human_bytes(n: int) -> str:
+    """``"1.5 MiB"``: three digits at most, binary units."""
+    size = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the caller's code that led here, whatever the depth."""
+    level, frame = 1, sys._getframe(0)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("namedshard", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

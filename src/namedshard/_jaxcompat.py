@@ -12,6 +12,7 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh_module
+from jax._src import source_info_util as _source_info
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -72,9 +73,12 @@ def no_context_mesh() -> Iterator[None]:
             _holders.device_context.set_local(concrete)
 
 
-def auto_twin(mesh: Mesh) -> Mesh:
-    """The same devices and names with every axis Auto."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+def twin(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
+    """The same devices and names with every axis of one type."""
+    types = (axis_type,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def memory_kind_of_traced(x: Any) -> str:
@@ -91,3 +95,43 @@ def is_key_array(x: Any) -> bool:
 def device_order(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
     """A sharding's devices in its own order; the public ``device_set`` forgets the order."""
     return tuple(sharding._device_assignment)
+
+
+def user_source(eqn: Any) -> str:
+    """``"file:line"`` of the user's code that a jaxpr's equation comes from."""
+    frame = _source_info.user_frame(eqn.source_info.traceback)
+    return "unknown source" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def compiled_count(jitted: Any) -> int:
+    """How many executables a jitted function holds."""
+    return jitted._cache_size()
+
+
+def x64() -> bool:
+    """Whether 64-bit types are on in this thread."""
+    return jax.config.jax_enable_x64  # pyright: ignore
+
+
+DEVICE_SPACE = jax.memory.Space.Device
+
+
+def memory_space_of(x: Any) -> Any:
+    """The memory space an array's type says it lives in."""
+    return getattr(x.aval, "memory_space", DEVICE_SPACE)
+
+
+def space_of_kind(memory_kind: str | None) -> Any:
+    """The memory space of a memory kind, as tracing sees it."""
+    return jax.memory.Space.Host if memory_kind == "pinned_host" else DEVICE_SPACE
+
+
+def any_explicit(mesh: Mesh | AbstractMesh) -> bool:
+    """True if some mesh axis is Explicit: then shardings are part of array types."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def explicit_type(x: Any) -> Any:
+    """The part of an array's type that depends on its sharding, for arrays on Explicit axes; else None."""
+    sharding = x.aval.sharding
+    return (sharding.mesh, sharding.spec) if any_explicit(sharding.mesh) else None

@@ -75,6 +75,12 @@ def _mesh_axes(where: str, value: Any) -> MeshAxes:
     )
 
 
+def mesh_axes_of(rule: Rule) -> list[str]:
+    """Every mesh axis that a rule names, each once."""
+    candidates = rule.candidates if isinstance(rule, First) else (rule,)
+    return list(dict.fromkeys(n for c in candidates for n in ((c,) if isinstance(c, str) else (c or ()))))
+
+
 class AxisMapping(Mapping[str, Any]):
     """From named axis to mesh axes.
 

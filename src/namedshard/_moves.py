@@ -10,33 +10,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import MixedAxesError, NarrowingError, TracedMoveError, count_of, message
+from namedshard._errors import MixedAxesError, NarrowingError, TracedMoveError, at, count_of, message
+from namedshard._mesh import MeshLike
 from namedshard._route import Placement, Route
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Move:
-    """One array to bring to its place, and the array there once `run` is done."""
+    """One array to bring to its place, and the array there once `run` is done.
+
+    ``donate`` lets the move consume its source, which then nothing else may need.
+    """
 
     path: str
     value: Any
     now: Placement
     want: NamedSharding
     route: Route
+    donate: bool = False
     result: Any = None
 
 
-def run(work: Sequence[Move], *, donate: bool, manual: frozenset[str]) -> None:
+def run(work: Sequence[Move], *, manual: frozenset[str]) -> None:
     """Carry out checked moves, filling in each one's ``result``."""
     by_route: dict[Route, list[Move]] = collections.defaultdict(list)
     for move in work:
         by_route[move.route].append(move)
     for move in by_route.pop(Route.ANNOTATE, []):
-        old = move.value
-        move.result = jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=move.want, weak_type=old.weak_type)
+        move.result = move.value.update(sharding=move.want)
     for move in by_route.pop(Route.KEEP, []):
         move.result = move.value
     if traced := by_route.pop(Route.TRACED, []):
@@ -44,7 +48,7 @@ def run(work: Sequence[Move], *, donate: bool, manual: frozenset[str]) -> None:
     if by_route:
         with compat.no_context_mesh():
             for route, moves in by_route.items():
-                _EXECUTORS[route](moves, donate)
+                _EXECUTORS[route](moves)
 
 
 # --- traced -----------------------------------------------------------------------------------------------------------
@@ -65,19 +69,27 @@ def _part(spec: PartitionSpec, names: set[str], elsewhere: Any) -> PartitionSpec
     return PartitionSpec(*((k[0] if len(k) == 1 else k) if k else elsewhere for k in kept))
 
 
-def _constrain(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec) -> Any:
     """``with_sharding_constraint`` on Auto axes, ``reshard`` on Explicit ones, one after the other on mixed meshes."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     auto = {n for n, t in types.items() if t == AxisType.Auto}
     explicit = {n for n, t in types.items() if t == AxisType.Explicit}
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    typed_for = jax.typeof(x).sharding.mesh
+    if auto and compat.any_explicit(typed_for) and typed_for != abstract:
+        # A constraint on an array whose type names another mesh is an assertion; `reshard` changes the type.
+        x = jax.sharding.reshard(x, NamedSharding(compat.twin(mesh, AxisType.Explicit), spec))
     if not explicit:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    if isinstance(mesh, jax.sharding.Mesh) and compat.abstract_context_mesh() is None:
+        foreign = compat.abstract_context_mesh()
+        if foreign is None or foreign == abstract or not compat.any_explicit(foreign):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        with jax.sharding.use_abstract_mesh(abstract):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    if isinstance(mesh, Mesh) and typed_for.empty and compat.abstract_context_mesh() is None:
         # Without a context mesh, only an Auto constraint tells the compiler which devices are meant.
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(compat.auto_twin(mesh), spec))
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(compat.twin(mesh, AxisType.Auto), spec))
     if not auto:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    abstract = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
     with jax.sharding.use_abstract_mesh(abstract):
         x = jax.sharding.reshard(x, _part(spec, explicit, None))
         unconstrained = PartitionSpec.UNCONSTRAINED
@@ -95,7 +107,7 @@ def check_mixed(work: Sequence[Move], total: int) -> None:
         for entry in move.want.spec:
             if isinstance(entry, tuple) and len({types[n] for n in entry}) > 1:
                 kinds = ", ".join(f"{n!r} is {types[n].name}" for n in entry)
-                lines.append(f"{move.path}: one dimension is mapped to {entry}: {kinds}")
+                lines.append(f"{at(move.path)}: one dimension is mapped to {entry}: {kinds}")
     if lines:
         raise MixedAxesError(
             message(
@@ -113,7 +125,7 @@ def _trace(moves: Sequence[Move], manual: frozenset[str]) -> None:
         context = compat.abstract_context_mesh()
         if manual and context is not None:
             mesh = context
-        x = move.value if isinstance(move.value, jax.Array) else jnp.asarray(move.value)
+        x = move.value if isinstance(move.value, jax.Array) else jnp.array(move.value, native(move.value.dtype))
         if move.now.memory_kind != "device":
             # Collectives run on the device only: an array in host memory comes in, is moved, and goes back.
             x = jax.device_put(x, jax.memory.Space.Device)
@@ -125,20 +137,22 @@ def _trace(moves: Sequence[Move], manual: frozenset[str]) -> None:
                     raise
                 raise TracedMoveError(
                     message(
-                        f"{move.path}: under eager vmap or grad an array cannot change its devices",
+                        f"{at(move.path)}: under eager vmap or grad an array cannot change its devices",
                         str(error).splitlines()[:1],
                         fix="shard the arrays before the vmap or grad, or put it in jit",
                     )
                 ) from error
-        kind = move.want.memory_kind
-        if kind == "pinned_host":
+        if move.want.memory_kind == "pinned_host":
             x = jax.device_put(x, jax.memory.Space.Host)
-        elif kind not in (None, "device"):
-            x = jax.device_put(x, NamedSharding(mesh, spec, memory_kind=kind))
         move.result = x
 
 
 # --- from the host ----------------------------------------------------------------------------------------------------
+
+
+def native(dtype: Any) -> Any:
+    """The dtype in this machine's byte order, which is the only one that JAX takes."""
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).newbyteorder("=")
 
 
 def check_narrowing(work: Sequence[Move], total: int) -> None:
@@ -148,12 +162,12 @@ def check_narrowing(work: Sequence[Move], total: int) -> None:
         value = move.value
         if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or value.dtype.kind not in "iu" or not value.size:
             continue
-        kept = jax.dtypes.canonicalize_dtype(value.dtype)
-        if kept != value.dtype:
+        kept = jax.dtypes.canonicalize_dtype(native(value.dtype))
+        if kept.itemsize < value.dtype.itemsize:
             low, high = int(np.min(value)), int(np.max(value))
             info = np.iinfo(kept)
             if low < info.min or high > info.max:
-                lines.append(f"{move.path}: {value.dtype} values from {low} to {high} do not fit {kept}")
+                lines.append(f"{at(move.path)}: {value.dtype} values from {low} to {high} do not fit {kept}")
     if lines:
         raise NarrowingError(
             message(
@@ -164,17 +178,43 @@ def check_narrowing(work: Sequence[Move], total: int) -> None:
         )
 
 
-def _from_host(moves: Sequence[Move], donate: bool) -> None:
-    values = [
-        m.value if isinstance(m.value, jax.Array) else np.array(m.value, dtype=m.value.dtype, copy=True) for m in moves
-    ]
-    _put(moves, values, donate)
+def _from_host(moves: Sequence[Move]) -> None:
+    rest: list[Move] = []
+    for move in moves:
+        value = move.value
+        if not _in_this_memory(move):
+            rest.append(move)
+        elif isinstance(value, jax.Array):
+            _rebuild(move)
+        else:
+            source = np.asarray(value)
+            whole = tuple((0, n) for n in source.shape)
+            kept = jax.dtypes.canonicalize_dtype(native(source.dtype))
+            move.result = _build(source.shape, kept, move.want, [(whole, source)])
+    _put(rest, [m.value if isinstance(m.value, jax.Array) else _own_copy(m.value) for m in rest])
 
 
-def _put(moves: Sequence[Move], values: Sequence[Any], donate: bool) -> None:
-    results = jax.device_put(list(values), [m.want for m in moves], donate=donate)
-    for move, result in zip(moves, results, strict=True):
-        move.result = result
+def _own_copy(value: Any) -> np.ndarray:
+    return np.array(value, dtype=native(value.dtype), copy=True)
+
+
+def _put(moves: Sequence[Move], values: Sequence[Any]) -> None:
+    """One ``device_put`` for all that are given up with their source, one for all others."""
+    for donate in (False, True):
+        some = [(m, v) for m, v in zip(moves, values, strict=True) if m.donate is donate]
+        if some:
+            sources = [v if donate else _unshared(v, m.want) for m, v in some]
+            results = jax.device_put(sources, [m.want for m, _ in some], donate=donate)
+            for (move, _), result in zip(some, results, strict=True):
+                move.result = result
+
+
+def _unshared(x: Any, want: NamedSharding) -> Any:
+    """The array, or a copy where ``device_put`` would hand back a buffer of it, to be lost when it is donated."""
+    if not isinstance(x, jax.Array) or x.sharding.memory_kind != want.memory_kind:
+        return x
+    have, wanted = (s.devices_indices_map(x.shape) for s in (x.sharding, want))
+    return jnp.copy(x) if any(wanted.get(d) == index for d, index in have.items()) else x
 
 
 # --- between devices of this process ----------------------------------------------------------------------------------
@@ -209,89 +249,101 @@ def copy_overlap(target: np.ndarray, at: Bounds, source: np.ndarray, source_at: 
         target[into] = source[out_of]
 
 
-def _rebuild(x: jax.Array, want: NamedSharding) -> jax.Array:
-    """A new array from pieces of an old one, all in this host's memory: one copy, no whole array in between."""
-    shape = x.shape
-    sources = {bounds_of(s.index, shape): s for s in x.addressable_shards}
-    pieces = [(at, np.asarray(s.data)) for at, s in sources.items()]
+def _build(
+    shape: tuple[int, ...], dtype: Any, want: NamedSharding, pieces: Sequence[tuple[Bounds, np.ndarray]]
+) -> jax.Array:
+    """An array from pieces in this host's memory: one copy, no whole array in between, nothing aliased."""
     made: dict[Bounds, np.ndarray] = {}
 
     def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-        at = bounds_of(index or (), shape)
-        if at not in made:
-            made[at] = aligned_empty(tuple(b - a for a, b in at), x.dtype)
-            for source_at, source in pieces:
-                copy_overlap(made[at], at, source, source_at)
-        return made[at]
+        bounds = bounds_of(index or (), shape)
+        if bounds not in made:
+            made[bounds] = aligned_empty(tuple(b - a for a, b in bounds), dtype)
+            for source_bounds, source in pieces:
+                copy_overlap(made[bounds], bounds, source, source_bounds)
+        return made[bounds]
 
-    return jax.make_array_from_callback(shape, want, piece, dtype=x.dtype)
+    return jax.make_array_from_callback(shape, want, piece, dtype=dtype)
 
 
-def _within_process(moves: Sequence[Move], donate: bool) -> None:
+def _rebuild(move: Move) -> None:
+    x = move.value
+    sources = {bounds_of(s.index, x.shape): s for s in x.addressable_shards}
+    move.result = _build(x.shape, x.dtype, move.want, [(b, np.asarray(s.data)) for b, s in sources.items()])
+    if move.donate:
+        x.delete()
+
+
+def _in_this_memory(move: Move) -> bool:
+    """True if this host's own memory holds the source and will hold the result, and numpy can carry it over."""
+    x = move.value
+    if not (_on_cpu(move.want) and move.want.is_fully_addressable):
+        return False
+    return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or x.weak_type or not _on_cpu(x.sharding))
+
+
+def _within_process(moves: Sequence[Move]) -> None:
     """CONSTRAIN and DEVICE_PUT: on CPUs arrays are rebuilt from their pieces, elsewhere devices talk to each other."""
+    constrained: list[Move] = []
     rest: list[Move] = []
     for move in moves:
-        x = move.value
-        weak = getattr(x, "weak_type", False)
-        if _on_cpu(x.sharding) and _on_cpu(move.want) and not compat.is_key_array(x) and not weak:
-            move.result = _rebuild(x, move.want)
-            if donate:
-                x.delete()
+        if _in_this_memory(move):
+            _rebuild(move)
+        elif move.route is Route.CONSTRAIN and not _on_cpu(move.want):
+            constrained.append(move)
         else:
             rest.append(move)
-    by_device = [m for m in rest if m.route is Route.CONSTRAIN and not _on_cpu(m.want)]
-    if by_device:
-        _constrain_jit(by_device, donate)
-    if rest := [m for m in rest if m not in by_device]:
-        _two_hops(rest, donate)
+    if constrained:
+        _constrain_jit(constrained)
+    if rest:
+        _two_hops(rest)
 
 
 def _device_kind(sharding: Sharding) -> str:
     return next(iter(sharding.addressable_devices)).default_memory().kind
 
 
-def _two_hops(moves: Sequence[Move], donate: bool) -> None:
+def _in_device_memory(move: Move) -> Any:
+    x = move.value
+    kind = _device_kind(x.sharding)
+    return x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+
+def _two_hops(moves: Sequence[Move]) -> None:
     """``device_put``, by way of device memory: it cannot change the devices' order and leave host memory in one step."""
-    values: list[Any] = []
-    for move in moves:
-        x = move.value
-        kind = _device_kind(x.sharding)
-        if x.sharding.memory_kind != kind:
-            x = jax.device_put(x, x.sharding.with_memory_kind(kind))
-        values.append(x)
-    through = [m.want.with_memory_kind(_device_kind(m.want)) for m in moves]
-    values = jax.device_put(values, through, donate=donate)
-    _put(moves, values, donate=False)
-    if donate:
-        for move in moves:
-            if move.result is not move.value and not move.value.is_deleted():
-                move.value.delete()
+    sources = [_in_device_memory(m) for m in moves]
+    hop = [dataclasses.replace(m, want=m.want.with_memory_kind(_device_kind(m.want))) for m in moves]
+    _put(hop, sources)
+    _finish(moves, [h.result for h in hop])
+
+
+def _finish(moves: Sequence[Move], results: Sequence[Any]) -> None:
+    """Bring results from device memory to the memory that is wanted, and give up the sources."""
+    for move, result in zip(moves, results, strict=True):
+        move.result = result if result.sharding == move.want else jax.device_put(result, move.want, donate=True)
+        if move.donate and not move.value.is_deleted():
+            move.value.delete()
 
 
 @functools.lru_cache(maxsize=256)
-def _identity(shardings: tuple[Sharding, ...], donate: bool) -> Callable[..., Any]:
+def _identity(shardings: tuple[Sharding, ...]) -> Callable[..., Any]:
     def identity(*xs: jax.Array) -> tuple[jax.Array, ...]:
         return xs
 
-    return jax.jit(identity, out_shardings=shardings, donate_argnums=tuple(range(len(shardings))) if donate else ())
+    return jax.jit(identity, out_shardings=shardings)
 
 
-def _constrain_jit(moves: Sequence[Move], donate: bool) -> None:
+def _constrain_jit(moves: Sequence[Move]) -> None:
     """One compiled identity for the whole batch; collectives between the devices, nothing passes through the host."""
-    kinds = [_device_kind(m.want) for m in moves]
-    values = [
-        m.value if m.value.sharding.memory_kind == k else jax.device_put(m.value, m.value.sharding.with_memory_kind(k))
-        for m, k in zip(moves, kinds, strict=True)
-    ]
-    through = tuple(m.want.with_memory_kind(k) for m, k in zip(moves, kinds, strict=True))
-    _put(moves, _identity(through, donate)(*values), donate=False)
+    through = tuple(m.want.with_memory_kind(_device_kind(m.want)) for m in moves)
+    _finish(moves, _identity(through)(*map(_in_device_memory, moves)))
 
 
-def _collective(moves: Sequence[Move], donate: bool) -> None:
+def _collective(moves: Sequence[Move]) -> None:
     raise NotImplementedError
 
 
-_EXECUTORS: dict[Route, Callable[[Sequence[Move], bool], None]] = {
+_EXECUTORS: dict[Route, Callable[[Sequence[Move]], None]] = {
     Route.FROM_HOST: _from_host,
     Route.CONSTRAIN: _within_process,
     Route.DEVICE_PUT: _within_process,

@@ -5,7 +5,6 @@ A tree is planned and checked whole before the first byte moves, and work is bat
 
 import collections
 import threading
-import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from namedshard._errors import (
     TracedMoveError,
     count_of,
     message,
+    warn_user,
 )
 from namedshard._leaves import named_leaves
 from namedshard._mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
@@ -104,7 +104,7 @@ def _warn_no_mapping() -> None:
     text = message("shard: no axis mapping was given and none is in force; the tree is returned as it is" + thread_hint())
     if text not in _warned_no_mapping:
         _warned_no_mapping.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warn_user(text, RuntimeWarning)
 
 
 def shard(
@@ -311,3 +311,28 @@ def auto_sharded(tree: PyTree, mesh: MeshLike | None = None) -> PyTree:
     return tree if mapping is None else shard(tree, mapping, mesh)
 
 
+
+
+def place_leaves(paths: Sequence[str], values: Sequence[Any], wanted: Sequence[tuple[int, NamedSharding]]) -> list[Any]:
+    """Bring some of many values to given shardings, in one batch; the others come back as they are.
+
+    Args:
+        paths: A leaf path for each value, for messages.
+        values: Arrays, host arrays or tracers.
+        wanted: (index into ``values``, sharding) of those to bring.
+
+    Raises:
+        DeletedArrayError, MemoryKindError, NarrowingError: As `shard` does, before anything moves.
+    """
+    staging = compat.staging()
+    work: list[moves.Move] = []
+    for i, want in wanted:
+        now = placement_of(values[i], staging)
+        work.append(moves.Move(paths[i], values[i], now, want, route_for(now, want, values[i].shape)))
+    _check_deleted(work, len(values))
+    moves.check_narrowing(work, len(values))
+    moves.run(work, donate=False, manual=manual_axes())
+    out = list(values)
+    for (i, _), move in zip(wanted, work, strict=True):
+        out[i] = move.result
+    return out

@@ -6,7 +6,6 @@ other decides a sharding.
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from namedshard._errors import (
     count_of,
     did_you_mean,
     message,
+    warn_user,
 )
 from namedshard._leaves import Leaf, is_array_like, named_leaves
 from namedshard._mapping import (
@@ -135,7 +135,9 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Problem:
+class Problem:
+    """One axis of one leaf that its mapping's rule cannot be applied to."""
+
     kind: type[PlanError]
     path: str
     text: str
@@ -178,7 +180,7 @@ class _Chooser:
     leaf: Leaf
     mapping: AxisMapping
     view: _MeshView
-    problems: list[_Problem]
+    problems: list[Problem]
     replicated: list[tuple[str, str]]
     taken: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
@@ -262,10 +264,10 @@ class _Chooser:
         return "absent"
 
     def _add(self, kind: type[PlanError], text: str, axis: str, size: int, mesh_axes: tuple[str, ...]) -> None:
-        self.problems.append(_Problem(kind, self.leaf.path, text, axis, size, mesh_axes))
+        self.problems.append(Problem(kind, self.leaf.path, text, axis, size, mesh_axes))
 
 
-def _fix_indivisible(problems: list[_Problem], view: _MeshView) -> str:
+def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
     distinct = {(p.axis, p.size, p.mesh_axes): p for p in problems}
     padded = {(a, s): -(-s // view.size(m)) * view.size(m) for a, s, m in distinct}
     if len(distinct) > 1:
@@ -277,7 +279,7 @@ def _fix_indivisible(problems: list[_Problem], view: _MeshView) -> str:
     return f'pad the axis to {padded[(axis, size)]}, {other}or pass indivisible="replicate"'
 
 
-def _fix(kind: type[PlanError], problems: list[_Problem], view: _MeshView) -> str:
+def _fix(kind: type[PlanError], problems: list[Problem], view: _MeshView) -> str:
     if kind is IndivisibleAxisError:
         return _fix_indivisible(problems, view)
     if kind is MeshAxisNotFoundError:
@@ -287,16 +289,24 @@ def _fix(kind: type[PlanError], problems: list[_Problem], view: _MeshView) -> st
     return "end the candidates with None to leave the axis unsharded when nothing fits"
 
 
-def _raise(problems: list[_Problem], total: int, view: _MeshView) -> None:
-    order = (MeshAxisNotFoundError, MeshAxisConflictError, NoCandidateError, IndivisibleAxisError)
-    kinds = [kind for kind in order if any(p.kind is kind for p in problems)]
-    fixes = [_fix(kind, [p for p in problems if p.kind is kind], view) for kind in kinds]
+_KINDS = (MeshAxisNotFoundError, MeshAxisConflictError, NoCandidateError, IndivisibleAxisError)
+
+
+def fixes(problems: Sequence[Problem], mesh: MeshLike, manual: frozenset[str]) -> list[str]:
+    """How to mend problems, one line per kind."""
+    view = _MeshView(mesh, manual)
+    by_kind = {kind: [p for p in problems if p.kind is kind] for kind in _KINDS}
+    return [_fix(kind, found, view) for kind, found in by_kind.items() if found]
+
+
+def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manual: frozenset[str]) -> None:
+    """Raise the error that lists all these problems of ``total`` leaves."""
     bad = len({p.path for p in problems})
-    raise kinds[0](
+    raise next(kind for kind in _KINDS if any(p.kind is kind for p in problems))(
         message(
             f"{count_of(bad, total)} cannot be sharded by this mapping",
             [f"{p.path}: {p.text}" for p in problems],
-            fix="\n  fix: ".join(fixes),
+            fix="\n  fix: ".join(fixes(problems, mesh, manual)),
         )
     )
 
@@ -309,10 +319,14 @@ def plan_leaves(
     *,
     memory_kind: str | None,
     manual: frozenset[str],
+    collect: list[Problem] | None = None,
 ) -> Plan:
-    """Plan leaves that are walked already; see `plan`."""
+    """Plan leaves that are walked already; see `plan`.
+
+    With a list to ``collect`` problems in, nothing is raised or warned of: an axis with a problem is left unsharded.
+    """
     view = _MeshView(mesh, manual)
-    problems: list[_Problem] = []
+    problems: list[Problem] = []
     replicated: list[tuple[str, str]] = []
     out: list[LeafPlan] = []
     for leaf in leaves:
@@ -333,9 +347,11 @@ def plan_leaves(
         axes = tuple(zip(leaf.names, shape, strict=True))
         out.append(LeafPlan(leaf.path, axes, shape, dtype, spec, memory_kind, size, size // pieces, why))
     total = sum(leaf.shape is not None for leaf in out)
-    if problems:
-        _raise(problems, total, view)
-    if replicated:
+    if collect is not None:
+        collect.extend(problems)
+    elif problems:
+        raise_problems(problems, total, mesh, manual)
+    if replicated and collect is None:
         _warn_replicated(replicated, total)
     return Plan(tuple(out), mapping, mesh, treedef)
 
@@ -348,7 +364,7 @@ def _warn_replicated(found: list[tuple[str, str]], total: int) -> None:
     text = message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{p}: {t}" for p, t in found])
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, stacklevel=4)
+        warn_user(text)
 
 
 def with_policy(mapping: AxisMapping, indivisible: Policy | None) -> AxisMapping:
@@ -356,6 +372,28 @@ def with_policy(mapping: AxisMapping, indivisible: Policy | None) -> AxisMapping
     if indivisible is None or indivisible == mapping.indivisible:
         return mapping
     return AxisMapping(mapping, indivisible=indivisible)
+
+
+def resolve(
+    tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | None, indivisible: Policy | None
+) -> tuple[list[Leaf], AxisMapping, MeshLike]:
+    """A tree's leaves, and the mapping and mesh to plan them with: those given, else those in force; see `plan`."""
+    leaves = named_leaves(tree)
+    found = resolve_mapping(mapping)
+    if found is None:
+        if not any(leaf.own is not None for leaf in leaves):
+            raise NoMappingError(
+                message(
+                    "no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping"
+                )
+            )
+        found = AxisMapping()
+    where = resolve_mesh(mesh)
+    if where is None:
+        raise NoMeshError(
+            message("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
+        )
+    return leaves, with_policy(found, indivisible), where
 
 
 def plan(
@@ -391,22 +429,12 @@ def plan(
     Examples:
         >>> import haliax as hax, jax, namedshard as ns
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
-        >>> w = hax.NamedArray(jax.ShapeDtypeStruct((512, 64), "float32"), (hax.Axis("mlp", 512), hax.Axis("embed", 64)))
+        >>> axes = hax.Axis("mlp", 512), hax.Axis("embed", 64)
+        >>> w = hax.NamedArray(jax.ShapeDtypeStruct((512, 64), "float32"), axes)
         >>> p = ns.plan({"w": w}, {"mlp": "model"}, mesh)
         >>> p["['w']"].spec, p["['w']"].bytes_per_device
-        (PartitionSpec('model', None), 32768)
+        (P('model', None), 32768)
     """
-    found = resolve_mapping(mapping)
-    if found is None:
-        if not any(leaf.own is not None for leaf in named_leaves(tree)):
-            raise NoMappingError(
-                message("no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping")
-            )
-        found = AxisMapping()
-    where = resolve_mesh(mesh)
-    if where is None:
-        raise NoMeshError(message("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh"))
+    leaves, found, where = resolve(tree, mapping, mesh, indivisible)
     treedef = jax.tree_util.tree_structure(tree)
-    found = with_policy(found, indivisible)
-    return plan_leaves(named_leaves(tree), treedef, found, where, memory_kind=memory_kind, manual=manual_axes())
-
+    return plan_leaves(leaves, treedef, found, where, memory_kind=memory_kind, manual=manual_axes())

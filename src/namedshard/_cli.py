@@ -1,0 +1,216 @@
+"""The command line: what a plan would do with a checkpoint, from its header alone, on no device at all."""
+
+import argparse
+import fnmatch
+import importlib.metadata
+import io
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+from rich.console import Console
+
+from namedshard._errors import NamedShardError, did_you_mean, human_bytes, message
+from namedshard._explain import Explanation, Stored, explain_leaves
+from namedshard._leaves import Leaf
+from namedshard._mapping import AxisMapping, First, MeshAxes, Rule
+from namedshard._report import Lint
+from namedshard._safetensors import TensorInfo, read_header
+
+_EPILOG = """\
+AXIS is a mesh axis (model), a product of several (data+model), none, or ordered candidates of which the first that
+fits wins (model|data|none; quote the bars). PATTERN is a glob over the whole tensor name (encoder.*.bias) or, after
+re:, a regular expression (re:.*\\.(query|key)\\.bias); the first pattern that matches a tensor names its dimensions.
+Tensors that no pattern matches are shown as left replicated.
+
+example:
+  python -m namedshard explain model.safetensors --mesh data=2,model=4 \\
+      --axes '*.word_embeddings.weight=vocab,embed' --map 'vocab=model|data|none'
+
+The exit status is 0 if every tensor can be placed, 1 if one cannot, and 2 for a checkpoint that cannot be read.
+"""
+
+
+class UsageError(Exception):
+    """An argument that cannot be understood."""
+
+
+def _pair(text: str, what: str) -> tuple[str, str]:
+    left, equals, right = text.rpartition("=")
+    if not equals or not left:
+        raise UsageError(f"{text!r} is not {what}")
+    return left, right
+
+
+def parse_mesh(text: str) -> AbstractMesh:
+    """``"data=2,model=4"``."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, size = _pair(part.strip(), "a mesh axis and its size: write --mesh data=2,model=4")
+        if not size.isdecimal() or not int(size):
+            raise UsageError(f"mesh axis {name} has size {size!r}: use a positive number")
+        if name in sizes:
+            raise UsageError(f"mesh axis {name} is given twice")
+        sizes[name] = int(size)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def _candidate(text: str, whole: str) -> MeshAxes:
+    if text == "none":
+        return None
+    names = tuple(text.split("+"))
+    if not all(names):
+        raise UsageError(
+            f"{whole!r} is not a rule: write NAME=model, NAME=data+model, NAME=none or 'NAME=model|data|none'"
+        )
+    return names[0] if len(names) == 1 else names
+
+
+def parse_rule(text: str) -> tuple[str, Rule]:
+    """``"vocab=model|data|none"``."""
+    name, value = _pair(text, "an axis and its rule: write --map vocab=model")
+    candidates = tuple(_candidate(part, text) for part in value.split("|"))
+    return name, candidates[0] if len(candidates) == 1 else First(candidates)
+
+
+def parse_axes(text: str) -> tuple[str, re.Pattern[str], tuple[str, ...]]:
+    """``"encoder.*.weight=out,in"``: the pattern as written, compiled, and the names."""
+    pattern, listed = _pair(text, "a pattern and axis names: write --axes 'encoder.*.weight=out,in'")
+    names = tuple(name.strip() for name in listed.split(",")) if listed.strip() else ()
+    if not all(names) or len(set(names)) != len(names):
+        raise UsageError(f"{text!r}: axis names must not be empty or repeat")
+    try:
+        compiled = re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern))
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern, compiled, names
+
+
+def named_tensors(
+    tensors: Mapping[str, TensorInfo], patterns: Sequence[tuple[str, re.Pattern[str], tuple[str, ...]]]
+) -> tuple[list[Leaf], list[Lint]]:
+    """A leaf for each tensor, with the names of the first pattern that matches it.
+
+    Raises:
+        UsageError: A pattern names more or fewer axes than a tensor has; lists every such tensor.
+    """
+    leaves: list[Leaf] = []
+    wrong: list[str] = []
+    matched: set[str] = set()
+    for name, info in tensors.items():
+        hits = [(text, names) for text, pattern, names in patterns if pattern.fullmatch(name)]
+        matched.update(text for text, _ in hits)
+        names = hits[0][1] if hits else None
+        if names is not None and len(names) != len(info.shape):
+            wrong.append(f"{name}: {hits[0][0]!r} names {len(names)} ({', '.join(names)}), its shape is {info.shape}")
+        leaves.append(Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), names))
+    if wrong:
+        raise UsageError(
+            message(
+                f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names",
+                wrong,
+                fix="name every dimension, and give the narrower pattern first: the first that matches a tensor counts",
+            )
+        )
+    return leaves, [*_unmatched(patterns, matched, tensors), *_unnamed(leaves)]
+
+
+def _unmatched(
+    patterns: Sequence[tuple[str, re.Pattern[str], tuple[str, ...]]], matched: set[str], tensors: Mapping[str, Any]
+) -> Iterator[Lint]:
+    for text, _, _ in patterns:
+        if text not in matched:
+            hint = did_you_mean(text, list(tensors))
+            yield Lint("unmatched pattern", f"--axes pattern {text!r} matches no tensor{hint}")
+
+
+def _unnamed(leaves: Sequence[Leaf]) -> Iterator[Lint]:
+    bare = [leaf.value for leaf in leaves if leaf.names is None]
+    if bare:
+        size = human_bytes(sum(x.size * x.dtype.itemsize for x in bare))
+        yield Lint("unnamed", f"{len(bare)} of {len(leaves)} tensors match no --axes pattern: {size} left replicated")
+
+
+def explain_checkpoint(
+    path: str, mesh: AbstractMesh, mapping: AxisMapping, axes: Sequence[tuple[str, re.Pattern[str], tuple[str, ...]]]
+) -> Explanation:
+    """What a plan would do with a checkpoint's tensors; reads nothing but headers."""
+    leaves, lints = named_tensors(read_header(path), axes)
+    treedef = jax.tree_util.tree_structure([0] * len(leaves))
+    return explain_leaves(leaves, treedef, mapping, mesh, stored=Stored("file", "read", "left replicated"), lints=lints)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m namedshard", description="Axis names to device placements for JAX."
+    )
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("namedshard"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    explain = commands.add_parser(
+        "explain",
+        help="show what a plan would do with a checkpoint",
+        description="Show what a plan would do with a checkpoint's tensors. Reads headers only, and needs no accelerator.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explain.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a safetensors file, or a folder with one or with an index"
+    )
+    explain.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="the mesh's axes, as in data=2,model=4")
+    explain.add_argument(
+        "--map", nargs="+", action="extend", default=[], metavar="NAME=AXIS", help="a rule of the mapping"
+    )
+    explain.add_argument(
+        "--axes", nargs="+", action="extend", default=[], metavar="PATTERN=NAME,...", help="names tensors' dimensions"
+    )
+    explain.add_argument(
+        "--indivisible", choices=("error", "replicate"), default="error", help="what to do with axes that do not divide"
+    )
+    explain.add_argument(
+        "--all", action="store_true", help="show every tensor, also those that differ in an index only"
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON, with every tensor")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    mesh = parse_mesh(arguments.mesh)
+    rules: dict[str, Rule] = {}
+    for name, rule in map(parse_rule, arguments.map):
+        if name in rules:
+            raise UsageError(f"axis {name} is mapped twice")
+        rules[name] = rule
+    mapping = AxisMapping(rules, indivisible=arguments.indivisible)
+    explanation = explain_checkpoint(arguments.checkpoint, mesh, mapping, [parse_axes(text) for text in arguments.axes])
+    if arguments.json:
+        print(explanation.to_json())
+    else:
+        # Colour only where there is a terminal, or where FORCE_COLOR asks for it.
+        console = Console(highlight=False)
+        for line in explanation.lines(shutil.get_terminal_size((120, 24)).columns, all=arguments.all):
+            console.print(line, soft_wrap=True)
+    return 0 if explanation.ok else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; those of the process by default.
+
+    Returns:
+        The exit status.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Terminals that lack an arrow or a line get a question mark, not a traceback.
+        sys.stdout.reconfigure(errors="replace")
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except (UsageError, NamedShardError, OSError) as error:
+        print(f"python -m namedshard {arguments.command}: {error}", file=sys.stderr)
+        return 2

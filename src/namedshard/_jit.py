@@ -1,0 +1,517 @@
+"""`named_jit`: compile functions of named arrays, by way of one flat ``jax.jit`` per signature.
+
+A call flattens its arguments once, looks the program up by structure, avals and shardings, and unflattens once. All
+checks happen when a signature is new.
+"""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, TypeAlias, overload
+
+import jax
+from jax.sharding import NamedSharding
+
+from namedshard import _jaxcompat as compat
+from namedshard._donation import check_live, check_shared, donation_mask
+from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
+from namedshard._leaves import Leaf, is_array_like, named_leaves
+from namedshard._mapping import AxisMapping, MappingLike, current_mapping, thread_hint
+from namedshard._mesh import MeshLike, context_mesh
+from namedshard._place import place_leaves
+from namedshard._programs import Program, check_trace, make_program, program_key
+from namedshard._stages import Lowered
+from namedshard._statics import static_key
+from namedshard._validate import expectations, mapping_in_fix, mismatch_text
+
+OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
+
+_NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+_SCALARS = (bool, int, float, complex)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What a compiled function has done so far.
+
+    Attributes:
+        calls: Calls that ran.
+        traces: Runs of the function's Python body.
+        compiles: Executables made.
+        reshards: Arguments moved by ``on_mismatch="reshard"``.
+        bytes_moved: Bytes of these.
+    """
+
+    calls: int
+    traces: int
+    compiles: int
+    reshards: int
+    bytes_moved: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Call:
+    """What to do for one signature: which arguments move first (and which of these are mismatches), and the program."""
+
+    program: Program
+    paths: tuple[str, ...]
+    moves: tuple[tuple[int, NamedSharding], ...]
+    reshards: tuple[int, ...]
+    settled: bool = False
+    streak: int = 0
+    last_run: int = -2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What `named_jit` was told, apart from the function."""
+
+    axis_resources: AxisMapping | None
+    in_axis_resources: AxisMapping | None
+    out_axis_resources: AxisMapping | None
+    donate_args: Any
+    donate_kwargs: Any
+    on_mismatch: OnMismatch
+    jit_kwargs: tuple[tuple[str, Any], ...]
+
+
+class _Store:
+    """What is kept between calls; shared by all wrappings of one function with the same options."""
+
+    def __init__(self) -> None:
+        self.programs: dict[Hashable, Program] = {}
+        self.calls: dict[Hashable, _Call] = {}
+        self.lock = threading.RLock()
+        self.scalars_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
+        self.warned: set[str] = set()
+        self.runs = 0
+        self.reshards = 0
+        self.bytes_moved = 0
+
+
+_stores: collections.OrderedDict[Hashable, _Store] = collections.OrderedDict()
+
+
+def _store_for(key: Hashable) -> _Store:
+    """Wrapping one function twice must not compile it twice; the oldest of 256 are forgotten."""
+    try:
+        store = _stores.setdefault(key, _Store())
+    except TypeError:
+        return _Store()
+    _stores.move_to_end(key)
+    while len(_stores) > 256:
+        _stores.popitem(last=False)
+    return store
+
+
+class NamedJit:
+    """A compiled function of named arrays; made by `named_jit`."""
+
+    def __init__(self, fn: Callable[..., Any], options: Options):
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._options = options
+        fn_leaves, fn_treedef = jax.tree_util.tree_flatten(fn)
+        plain = len(fn_leaves) == 1 and fn_leaves[0] is fn
+        # A function that holds arrays (a module, a bound method) is an argument like the others.
+        self._prefix: tuple[Any, ...] = () if plain else (fn,)
+        self._fn_leaf_count = 0 if plain else len(fn_leaves)
+        self._store = _store_for((fn if plain else fn_treedef, options))
+        self._name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundNamedJit(self, instance)
+
+    def __repr__(self) -> str:
+        return f"named_jit({self._name})"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled function; traces and compiles when the signature is new."""
+        store = self._store
+        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
+        mapping = self._mapping()
+        key = self._key(leaves, treedef, mapping)
+        call = store.calls.get(key)
+        if call is None:
+            call = self._prepare(key, leaves, treedef, mapping, args, kwargs)
+        program = call.program
+        arrays = leaves if program.arrays is None else [leaves[i] for i in program.arrays]
+        if program.donate:
+            check_shared(self._name, arrays, program.donate, call.paths)
+        if call.moves:
+            arrays = self._place(arrays, call)
+        try:
+            out = program.jitted(*arrays)
+        except RuntimeError as error:
+            if "deleted" in str(error):
+                check_live(self._name, arrays, call.paths)
+            raise
+        store.runs += 1
+        if not call.settled:
+            self._settle(call, out)
+        return program.finish(out)
+
+    def _mapping(self) -> AxisMapping | None:
+        own = self._options.axis_resources
+        return current_mapping() if own is None else own
+
+    def _key(self, leaves: list[Any], treedef: Any, mapping: AxisMapping | None) -> Hashable:
+        try:
+            signature = tuple([(x.aval, x.sharding, x.committed) for x in leaves])
+        except AttributeError:
+            signature = tuple([_signature(i, x) for i, x in enumerate(leaves)])
+        return treedef, signature, mapping, compat.context_meshes(), compat.abstract_context_mesh(), compat.x64()
+
+    # --- a new signature ----------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self,
+        key: Any,
+        leaves: Sequence[Any],
+        treedef: jax.tree_util.PyTreeDef,
+        mapping: AxisMapping | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Call:
+        options, store = self._options, self._store
+        with store.lock:
+            mesh = context_mesh()
+            self._require_mesh(mapping, mesh)
+            walked = self._walk(args, kwargs)
+            wanted = expectations(walked, options.in_axis_resources, mapping, mesh)
+            bad = [i for i, e in enumerate(wanted) if e.mismatch is not None]
+            if bad:
+                text = mismatch_text(
+                    self._name,
+                    [(walked[i], wanted[i]) for i in bad],
+                    sum(is_array_like(leaf.value) for leaf in walked),
+                    mapping_in_fix(options.in_axis_resources, options.axis_resources, mapping),
+                    mesh,
+                )
+                if options.on_mismatch == "warn":
+                    self._warn(text)
+                elif options.on_mismatch == "error" or any(wanted[i].place is None for i in bad):
+                    raise MismatchError(text)
+            reshard = options.on_mismatch == "reshard"
+            placed = [e.place if e.mismatch is None or reshard else None for e in wanted]
+            program = self._program(key, leaves, treedef, mapping, walked, placed, args, kwargs)
+            position = {i: n for n, i in enumerate(program.arrays or range(len(leaves)))}
+            paths = tuple(walked[i].path for i in position)
+            moves = tuple((position[i], want) for i, want in enumerate(placed) if want is not None)
+            call = _Call(program, paths, moves, tuple(position[i] for i in bad) if reshard else ())
+            if not program.checked:
+                values = [leaves[i] for i in position]
+                check_shared(self._name, values, program.donate, paths)
+                values = place_leaves(paths, values, moves) if moves else values
+                check_trace(program, values, mesh, paths)
+            self._hint_scalars(walked)
+            store.calls[key] = call
+            return call
+
+    def _program(
+        self,
+        key: Any,
+        leaves: Sequence[Any],
+        treedef: jax.tree_util.PyTreeDef,
+        mapping: AxisMapping | None,
+        walked: Sequence[Leaf],
+        placed: Sequence[NamedSharding | None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Program:
+        options = self._options
+        full_key = (treedef, program_key(walked, placed), *key[2:])
+        program = self._store.programs.get(full_key)
+        if program is None:
+            mask = [False] * self._fn_leaf_count
+            mask += donation_mask(options.donate_args, options.donate_kwargs, args, kwargs)
+            out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
+            fn = None if self._prefix else self._fn
+            jit_kwargs = dict(options.jit_kwargs)
+            program = make_program(self._name, fn, treedef, leaves, mask, mapping, out_mapping, jit_kwargs)
+            self._store.programs[full_key] = program
+        return program
+
+    def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
+        options = self._options
+        if mesh is not None:
+            return
+        if any((options.in_axis_resources, options.out_axis_resources, mapping)):
+            raise NoMeshError(
+                message(
+                    f"{self._name}: there is an axis mapping, but no mesh is in force" + thread_hint(),
+                    fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
+                )
+            )
+
+    def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
+        """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``."""
+        named: list[Leaf] = []
+        for fn in self._prefix:
+            named += _renamed(named_leaves(fn), getattr(fn, "__name__", type(fn).__name__))
+        for name, value in zip(_positional_names(self._fn, len(args)), args, strict=True):
+            named += _renamed(named_leaves(value), name)
+        for name in sorted(kwargs):
+            named += _renamed(named_leaves(kwargs[name]), name)
+        return named
+
+    def _hint_scalars(self, walked: Sequence[Leaf]) -> None:
+        for leaf in walked:
+            if type(leaf.value) not in _SCALARS:
+                continue
+            seen = self._store.scalars_seen[leaf.path]
+            seen.add(static_key(leaf.value, leaf.path))
+            if len(seen) == 3:
+                kind = type(leaf.value).__name__
+                self._warn(
+                    message(
+                        f"{self._name}: argument {leaf.path} is a Python {kind} and has had 3 distinct values;"
+                        " each of them compiles the function again",
+                        fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
+                    )
+                )
+
+    # --- around a run -------------------------------------------------------------------------------------------------
+
+    def _place(self, arrays: Sequence[Any], call: _Call) -> list[Any]:
+        placed = place_leaves(call.paths, arrays, call.moves)
+        if call.reshards:
+            store = self._store
+            moved = sum(arrays[n].nbytes for n in call.reshards)
+            store.reshards += len(call.reshards)
+            store.bytes_moved += moved
+            call.streak = call.streak + 1 if call.last_run == store.runs - 1 else 1
+            call.last_run = store.runs
+            if call.streak == 3:
+                self._warn(
+                    message(
+                        f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",
+                        [f"{call.paths[n]}: {human_bytes(arrays[n].nbytes)}" for n in call.reshards],
+                        fix="place them once, before the loop, with ns.shard",
+                    )
+                )
+        return placed
+
+    def _settle(self, call: _Call, out: Sequence[Any]) -> None:
+        """After the first run: are the outputs where the mapping wants them?"""
+        call.settled = True
+        lines: list[str] = []
+        for x, output in zip(out, call.program.outputs, strict=True):
+            asked = output.asked
+            if asked is None or not x.size or isinstance(x, jax.core.Tracer):
+                continue
+            have = x.sharding
+            if isinstance(asked.mesh, jax.sharding.Mesh) and not have.is_equivalent_to(
+                asked.with_memory_kind(have.memory_kind), x.ndim
+            ):
+                lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
+        if lines:
+            self._warn(
+                message(
+                    f"{self._name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
+                    lines,
+                    fix="shard the result after the call, or change out_axis_resources",
+                )
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._store.warned:
+            self._store.warned.add(text)
+            warn_user(text)
+
+    # --- the other doors ----------------------------------------------------------------------------------------------
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """Lower for arguments (arrays or ``jax.ShapeDtypeStruct``s), as ``jax.jit(...).lower`` does.
+
+        Returns:
+            A `Lowered`, whose ``compile()`` gives a function that takes the same arguments.
+
+        Raises:
+            NamedShardError: As a call does.
+        """
+        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
+        mapping = self._mapping()
+        key = self._key(leaves, treedef, mapping)
+        call = self._store.calls.get(key) or self._prepare(key, leaves, treedef, mapping, args, kwargs)
+        program = call.program
+        arrays = list(leaves) if program.arrays is None else [leaves[i] for i in program.arrays]
+        for n, want in call.moves:
+            x = arrays[n]
+            arrays[n] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want, weak_type=getattr(x, "weak_type", False))
+        return Lowered(program.jitted.lower(*arrays), program, call.moves, self._prefix)
+
+    def report(self) -> Report:
+        """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
+        store = self._store
+        programs = list(store.programs.values())
+        traces = sum(p.traces for p in programs)
+        compiles = sum(compat.compiled_count(p.jitted) for p in programs)
+        return Report(store.runs, traces, compiles, store.reshards, store.bytes_moved)
+
+
+class BoundNamedJit:
+    """A `NamedJit` used as a method, with its instance."""
+
+    def __init__(self, jitted: NamedJit, instance: Any):
+        self._jitted = jitted
+        self._instance = instance
+        self.__wrapped__ = jitted
+        self.report = jitted.report
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self._jitted(self._instance, *args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """Lower the method; see `NamedJit.lower`."""
+        return self._jitted.lower(self._instance, *args, **kwargs)
+
+
+def _signature(index: int, x: Any) -> Hashable:
+    if isinstance(x, jax.core.Tracer):
+        return x.aval
+    if isinstance(x, jax.Array):
+        return x.aval, x.sharding, x.committed
+    if is_array_like(x):
+        return tuple(x.shape), x.dtype, getattr(x, "weak_type", False), type(x), getattr(x, "sharding", None)
+    return static_key(x, f"leaf {index}")
+
+
+def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for p in parameters:
+        if p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}[{n}]" for n in range(count - len(names))]
+        elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+    names += [f"args[{n}]" for n in range(len(names), count)]
+    return names[:count]
+
+
+def _renamed(leaves: Sequence[Leaf], name: str) -> list[Leaf]:
+    def join(path: str) -> str:
+        return name + path if not path or path.startswith("[") else f"{name}.{path}"
+
+    return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in leaves]
+
+
+def _frozen(spec: Any) -> Any:
+    """A hashable form, so that wrappings with equal specs share their programs."""
+    if isinstance(spec, list):
+        return tuple(spec)
+    return tuple(sorted(spec.items())) if isinstance(spec, dict) else spec
+
+
+@overload
+def named_jit(
+    fn: Callable[..., Any],
+    axis_resources: MappingLike | None = None,
+    *,
+    in_axis_resources: MappingLike | None = None,
+    out_axis_resources: MappingLike | None = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    on_mismatch: OnMismatch = "error",
+    **jit_kwargs: Any,
+) -> NamedJit: ...
+
+
+@overload
+def named_jit(
+    fn: None = None,
+    axis_resources: MappingLike | None = None,
+    *,
+    in_axis_resources: MappingLike | None = None,
+    out_axis_resources: MappingLike | None = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    on_mismatch: OnMismatch = "error",
+    **jit_kwargs: Any,
+) -> Callable[[Callable[..., Any]], NamedJit]: ...
+
+
+def named_jit(
+    fn: Callable[..., Any] | None = None,
+    axis_resources: MappingLike | None = None,
+    *,
+    in_axis_resources: MappingLike | None = None,
+    out_axis_resources: MappingLike | None = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    on_mismatch: OnMismatch = "error",
+    **jit_kwargs: Any,
+) -> NamedJit | Callable[[Callable[..., Any]], NamedJit]:
+    """Compile a function of named arrays, with Haliax's signature; a decorator or a call.
+
+    Arrays (JAX's, numpy's and numpy scalars) are traced; every other leaf is static and keyed with its type, so that
+    ``1``, ``1.0`` and ``True`` are three programs. The function's Python body runs once per distinct signature.
+    Before a new signature runs, every argument is compared with what it must be, and all that do not fit are named at
+    once. The function may be a module or a bound method that holds arrays.
+
+    Args:
+        fn: The function; None to use this as a decorator.
+        axis_resources: The mapping in force inside the function; the context's at the call by default.
+        in_axis_resources: What each named argument must be sharded by; by default an argument may have any spec, but
+            must be on the context mesh. Host arrays and uncommitted ones are placed by this mapping, else by
+            ``axis_resources``.
+        out_axis_resources: How named results are sharded; ``axis_resources`` by default. Plain results are left to the
+            compiler.
+        donate_args: For each positional argument: True, False, a function of a leaf, or a tree of these that is a
+            prefix of the argument.
+        donate_kwargs: The same by keyword.
+        on_mismatch: ``"error"``; ``"reshard"`` moves just the arguments that do not fit, in one batch, and warns at the
+            third call in a row that moves the same ones; ``"warn"`` goes on with JAX's own behaviour.
+        **jit_kwargs: For ``jax.jit``: ``keep_unused``, ``inline``, ``compiler_options``, ...
+
+    Returns:
+        The compiled function, with ``lower(...)`` and ``report()``.
+
+    Raises:
+        TypeError: A keyword is not for this function.
+        NoMeshError: (At a call.) There is a mapping, but no mesh in force.
+        MismatchError: (At a call.) Committed arguments are not placed as needed.
+        IgnoredTransferError: (At a call.) Traced code has a ``device_put`` that the compiler would ignore.
+        DonationError: (At a call.) A donated argument cannot be donated, is passed twice, or was donated before.
+        StaticArgumentError: (At a call.) A leaf is neither an array nor hashable.
+
+    Examples:
+        >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+        >>> double = ns.named_jit(lambda x: x * 2, {"batch": "data"})
+        >>> with jax.set_mesh(mesh):
+        ...     y = double(hax.named(jnp.arange(4.0), "batch"))
+        >>> y.array.sharding.spec, double.report().traces
+        (PartitionSpec('data',), 1)
+    """
+    for name in _NOT_TAKEN:
+        if name in jit_kwargs:
+            raise TypeError(
+                f"named_jit takes no {name}: named arguments and results are placed by in_axis_resources and"
+                " out_axis_resources, non-array arguments are static, and donate_args donates"
+            )
+    if on_mismatch not in ("error", "reshard", "warn"):
+        raise TypeError(f"on_mismatch={on_mismatch!r}: use 'error', 'reshard' or 'warn'")
+
+    def as_mapping(given: MappingLike | None) -> AxisMapping | None:
+        return given if given is None or isinstance(given, AxisMapping) else AxisMapping(given)
+
+    options = Options(
+        as_mapping(axis_resources),
+        as_mapping(in_axis_resources),
+        as_mapping(out_axis_resources),
+        _frozen(donate_args),
+        _frozen(donate_kwargs),
+        on_mismatch,
+        tuple(sorted(jit_kwargs.items())),
+    )
+    if fn is None:
+        return lambda function: NamedJit(function, options)
+    return NamedJit(fn, options)

@@ -1,0 +1,260 @@
+"""PURE. The header of one safetensors file: bytes to `TensorInfo`, with everything checked that a file can lie about.
+
+The format is described at https://huggingface.co/docs/safetensors: eight bytes with the header's length, the header in
+JSON, then the tensors' bytes, which must be covered by the tensors without gap or overlap.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+
+from namedshard._errors import HeaderError, message
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+METADATA_KEY = "__metadata__"
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "U16": np.uint16,
+        "I16": np.int16,
+        "U32": np.uint32,
+        "I32": np.int32,
+        "U64": np.uint64,
+        "I64": np.int64,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32,
+        "F64": np.float64,
+        "C64": np.complex64,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+        "F6_E2M3": ml_dtypes.float6_e2m3fn,
+        "F6_E3M2": ml_dtypes.float6_e3m2fn,
+        "F4": ml_dtypes.float4_e2m1fn,
+    }.items()
+}
+"""The format's names of dtypes. The last three are packed: several values to a byte."""
+
+CODES: dict[np.dtype[Any], str] = {dtype: code for code, dtype in DTYPES.items()}
+PACKED_BITS = {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint, as its header describes it.
+
+    Attributes:
+        shape: The tensor's shape.
+        dtype: Its dtype; ``ml_dtypes`` has those that numpy lacks.
+        file: The file that holds it, a path or URL.
+        start: Where its bytes begin, counted from the beginning of the file.
+        stop: Where they end.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.stop - self.start
+
+
+def header_length(prefix: bytes, file: str, size: int) -> int:
+    """The header's length, from a file's first eight bytes and its size.
+
+    Raises:
+        HeaderError: The file is too short for any header, or for the one that it announces.
+    """
+    if len(prefix) < LENGTH_BYTES or size < LENGTH_BYTES:
+        raise HeaderError(
+            message(
+                f"{file} is no safetensors file: it has {size} bytes, and the header's length alone takes {LENGTH_BYTES}",
+                fix="fetch the file again: it is empty or was cut off",
+            )
+        )
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES or length > size - LENGTH_BYTES:
+        looks = _looks_like(prefix)
+        room = min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
+        raise HeaderError(
+            message(
+                f"{file} is no safetensors file, or is cut off: bytes 0 to 8 announce a header of {length} bytes, and"
+                f" there is room for {room} in a file of {size} bytes{looks}",
+                fix="fetch the file itself (`git lfs pull` for a Git LFS pointer)" if looks else "fetch the file again",
+            )
+        )
+    return length
+
+
+def _looks_like(prefix: bytes) -> str:
+    start = prefix.lstrip()[:5].lower()
+    if start.startswith(b"versi"):
+        return "; it looks like a Git LFS pointer"
+    if start.startswith(b"<"):
+        return "; it looks like a web page"
+    return ""
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {twice!r} occurs twice")
+    return out
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def parse_json(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object from bytes that nobody vouches for.
+
+    Raises:
+        HeaderError: The bytes are no UTF-8, no JSON, no object, hold a key twice, or are nested too deeply.
+    """
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise HeaderError(message(f"{what} is not valid JSON: {reason}", fix="fetch the file again")) from None
+    if not isinstance(parsed, dict):
+        raise HeaderError(
+            message(f"{what} holds a JSON {type(parsed).__name__}, not an object", fix="fetch the file again")
+        )
+    return cast("dict[str, Any]", parsed)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, list) and all(map(_is_count, cast("list[Any]", value))):
+        return tuple(cast("list[int]", value))
+    return None
+
+
+def _bad_name(name: str) -> str:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return f"{name!r}: the name is not valid Unicode"
+    return ""
+
+
+def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | str:
+    """The tensor, or what is wrong with its entry."""
+    if bad := _bad_name(name):
+        return bad
+    if not isinstance(entry, dict):
+        return f"{name}: the entry is {json.dumps(entry)[:40]}, not an object"
+    fields = cast("dict[str, Any]", entry)
+    if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in fields]:
+        return f"{name}: the entry has no {' and no '.join(missing)}"
+    code = fields["dtype"]
+    if not isinstance(code, str) or code not in DTYPES:
+        return f"{name}: dtype {code!r} is not known"
+    shape = _counts(fields["shape"])
+    if shape is None:
+        return f"{name}: shape {json.dumps(fields['shape'])[:80]} is not a list of sizes"
+    offsets = _counts(fields["data_offsets"])
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return f"{name}: data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
+    bits = math.prod(shape) * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
+    have = offsets[1] - offsets[0]
+    if bits != have * 8:
+        need = f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
+        listed = ",".join(map(str, shape[:16])) + (",..." if len(shape) > 16 else "")
+        return f"{name}: {code}[{listed}] takes {need} bytes, but bytes {offsets[0]} to {offsets[1]} are {have}"
+    return TensorInfo(shape, DTYPES[code], file, data_start + offsets[0], data_start + offsets[1])
+
+
+def _uncovered(tensors: Sequence[tuple[str, TensorInfo]], data_start: int, size: int) -> list[str]:
+    """Overlaps, gaps, and bytes beyond the file or beyond the last tensor."""
+    lines: list[str] = []
+    for name, info in tensors:
+        if info.stop > size:
+            lines.append(f"{name}: takes bytes {info.start} to {info.stop}, but the file ends at byte {size}")
+    ordered = sorted(tensors, key=lambda item: (item[1].start, item[1].stop))
+    at, last = data_start, "the header"
+    for name, info in ordered:
+        if info.start < at:
+            lines.append(f"{name}: begins at byte {info.start}, inside {last}, which ends at byte {at}")
+        elif info.start > at:
+            lines.append(f"{name}: begins at byte {info.start}, but {last} ends at byte {at}")
+        if info.stop >= at:
+            at, last = info.stop, name
+    if at < size:
+        lines.append(f"{size - at} bytes follow {last}, which ends at byte {at} of {size}")
+    return lines
+
+
+def parse_header(raw: bytes, file: str, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors and the metadata of one file.
+
+    Args:
+        raw: The header's bytes, without the eight of its length.
+        file: The file's name, for `TensorInfo` and messages.
+        size: The file's size in bytes.
+
+    Returns:
+        Tensors by name, in the header's order, and the file's own metadata.
+
+    Raises:
+        HeaderError: The header is not valid, or does not cover the file's bytes exactly; lists every bad tensor.
+    """
+    fields = parse_json(raw, f"{file}: the header")
+    metadata = fields.pop(METADATA_KEY, {})
+    lines: list[str] = []
+    if not isinstance(metadata, dict) or not all(
+        isinstance(v, str) for v in cast("dict[str, Any]", metadata).values()
+    ):
+        lines.append(f"{METADATA_KEY}: not an object of strings")
+    data_start = LENGTH_BYTES + len(raw)
+    found = [(name, _entry(name, entry, file, data_start)) for name, entry in fields.items()]
+    lines += [entry for _, entry in found if isinstance(entry, str)]
+    tensors = [(name, entry) for name, entry in found if isinstance(entry, TensorInfo)]
+    if not lines:
+        lines = _uncovered(tensors, data_start, size)
+    if lines:
+        raise HeaderError(
+            message(f"{file}: the header does not describe the file's {size} bytes", lines, fix="fetch the file again")
+        )
+    return dict(tensors), cast("dict[str, str]", metadata)
+
+
+def encode_header(
+    tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]], metadata: dict[str, str]
+) -> tuple[bytes, int]:
+    """The bytes that a file of these tensors begins with, and the file's size.
+
+    The tensors' bytes follow in the given order; the header is padded so that they begin at a multiple of eight.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    fields: dict[str, Any] = {METADATA_KEY: metadata} if metadata else {}
+    for (name, dtype, shape), start, stop in zip(tensors, ends, ends[1:], strict=False):
+        fields[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, LENGTH_BYTES + len(text) + ends[-1]

@@ -1,0 +1,176 @@
+"""Which files make up a checkpoint, and the tensors of all of them."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+from urllib.parse import unquote
+
+from namedshard._errors import CheckpointError, HeaderError, message
+from namedshard._safetensors._header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    TensorInfo,
+    header_length,
+    parse_header,
+    parse_json,
+)
+from namedshard._safetensors._source import Opener, Source, open_source
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+def _read(source: Source, start: int, count: int) -> bytes:
+    buffer = bytearray(count)
+    source.read(start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _header_of(name: str, opener: Opener) -> dict[str, TensorInfo]:
+    source = opener(name)
+    try:
+        prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
+        length = header_length(prefix, name, source.size)
+        return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
+    finally:
+        source.close()
+
+
+def _weight_map(name: str, opener: Opener) -> dict[str, str]:
+    source = opener(name)
+    try:
+        if source.size > MAX_HEADER_BYTES:
+            raise HeaderError(message(f"{name}: an index of {source.size} bytes is no index"))
+        fields = parse_json(_read(source, 0, source.size), f"{name}: the index")
+    finally:
+        source.close()
+    weight_map = fields.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise HeaderError(message(f"{name}: the index has no weight_map from tensor to file"))
+    entries = cast("dict[str, Any]", weight_map)
+    if bad := [f"{tensor}: {_why_refused(file)}" for tensor, file in entries.items() if _why_refused(file)]:
+        raise HeaderError(message(f"{name}: the index names files that may not be read", bad))
+    return cast("dict[str, str]", entries)
+
+
+def _why_refused(file: Any) -> str:
+    """Why an index may not name this file: only files in or below its own directory are read."""
+    if not isinstance(file, str):
+        return f"{json.dumps(file)[:80]} is not a file name"
+    plain = unquote(file)
+    parts = re.split(r"[/\\]", plain)
+    if ".." in parts:
+        return f"{file!r} leaves the checkpoint's directory"
+    if not plain or plain.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", plain) or "://" in plain:
+        return f"{file!r} is not a relative path"
+    if "\0" in plain or any(0xD800 <= ord(c) < 0xE000 for c in plain):
+        return f"{file!r} is not a file name"
+    return ""
+
+
+def _sibling(name: str, other: str) -> str:
+    return f"{name.rpartition('/')[0]}/{other}" if "/" in name else other
+
+
+def _from_index(name: str, opener: Opener) -> dict[str, TensorInfo]:
+    weight_map = _weight_map(name, opener)
+    files = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    absent: list[str] = []
+    for file, where in files.items():
+        try:
+            headers[file] = _header_of(where, opener)
+        except HeaderError:
+            raise
+        except CheckpointError as error:
+            count = sum(f == file for f in weight_map.values())
+            absent.append(f"{file} ({count} tensor{'s' * (count != 1)}): {str(error).splitlines()[0]}")
+    if absent:
+        raise CheckpointError(
+            message(
+                f"{name}: {len(absent)} of {len(files)} files of the index cannot be read",
+                absent,
+                fix="fetch the missing files into the index's directory",
+            )
+        )
+    stale = [f"{tensor}: not in {file}" for tensor, file in weight_map.items() if tensor not in headers[file]]
+    if stale:
+        raise HeaderError(
+            message(
+                f"{name}: the index and its files do not agree on {len(stale)} of {len(weight_map)} tensors",
+                stale,
+                fix="fetch index and files again, from one revision",
+            )
+        )
+    return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
+
+
+def _listing(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise CheckpointError(message(f"{directory} cannot be opened: {error.strerror}")) from error
+
+
+def _from_directory(directory: str, opener: Opener) -> dict[str, TensorInfo]:
+    names = _listing(directory)
+    base = directory.rstrip("/") or "/"
+    if INDEX in names:
+        return _from_index(f"{base}/{INDEX}", opener)
+    if SINGLE in names:
+        return _header_of(f"{base}/{SINGLE}", opener)
+    indices = [n for n in names if n.endswith(INDEX_SUFFIX)]
+    singles = [n for n in names if n.endswith(SUFFIX)]
+    if len(indices) == 1:
+        return _from_index(f"{base}/{indices[0]}", opener)
+    if len(singles) == 1 and not indices:
+        return _header_of(f"{base}/{singles[0]}", opener)
+    if not singles:
+        raise CheckpointError(
+            message(f"{directory} holds no checkpoint: neither {INDEX} nor {SINGLE} nor another {SUFFIX} file is in it")
+        )
+    raise CheckpointError(
+        message(
+            f"{directory} holds several {SUFFIX} files and no {INDEX} that says which belong together",
+            indices or singles,
+            fix="pass the path of one of them, or fetch the index",
+        )
+    )
+
+
+def find_tensors(path: str, opener: Opener = open_source) -> Mapping[str, TensorInfo]:
+    """All tensors of a checkpoint, by name; see `read_header`."""
+    if path.endswith(INDEX_SUFFIX):
+        return _from_index(path, opener)
+    if os.path.isdir(path):
+        return _from_directory(path, opener)
+    return _header_of(path, opener)
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+    """What a checkpoint holds, from its headers alone: no tensor is read, and no device is touched.
+
+    Args:
+        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them.
+
+    Returns:
+        For each tensor name its shape, dtype, file, and bytes within the file.
+
+    Raises:
+        CheckpointError: A file is missing, is no regular file, or the directory holds no checkpoint or several.
+        HeaderError: A file or index is cut off, or does not describe its own contents: every bad tensor is listed.
+
+    Examples:
+        >>> import numpy as np, tempfile, namedshard as ns
+        >>> from safetensors.numpy import save_file
+        >>> with tempfile.TemporaryDirectory() as d:
+        ...     save_file({"w": np.zeros((2, 3), np.float32)}, f"{d}/model.safetensors")
+        ...     info = ns.read_header(d)["w"]
+        >>> info.shape, info.dtype, info.stop - info.start
+        ((2, 3), dtype('float32'), 24)
+    """
+    return dict(find_tensors(os.fspath(path)))

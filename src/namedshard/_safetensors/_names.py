@@ -1,0 +1,184 @@
+"""PURE. Leaf paths to tensor names and layouts, as Haliax's state dicts have them, and back."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import equinox as eqx
+import jax
+from haliax import NamedArray
+from haliax.nn import Stacked
+
+from namedshard._errors import CheckpointError, did_you_mean, message
+from namedshard._leaves import is_array_like, named_leaves, path_string
+from namedshard._safetensors._layout import Part, identity, layer_of
+
+Renamed: TypeAlias = str | Sequence[str]
+Names: TypeAlias = Mapping[str, Renamed] | Callable[[str], Renamed | None]
+"""Leaf path to the name of its tensor, or to the names of one tensor for each index of its first dimension."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a checkpoint, and the parts of leaves (by path) that it holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, Part], ...]
+    scale: float = 1.0
+
+
+def join(prefix: str | None, key: str | None) -> str | None:
+    """``prefix.key``, either of which may be absent."""
+    if prefix is None or key is None:
+        return key if prefix is None else prefix
+    return f"{prefix}.{key}"
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("name", "idx", "key"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return [(path[0], child) for path, child in flat if path]
+
+
+def _one_layer(stacked: Stacked) -> tuple[Any, dict[str, int | None]]:
+    """One layer's module with abstract arrays, and which dimension of each leaf counts the layers (None: it has none)."""
+    block = stacked.Block
+    dims: dict[str, int | None] = {}
+
+    def cut(path: tuple[Any, ...], x: Any) -> Any:
+        where = path_string(path)
+        if isinstance(x, NamedArray):
+            if not is_array_like(x.array):
+                return x
+            position = next((i for i, axis in enumerate(x.axes) if axis.name == block.name), None)
+            dims[where] = position
+            if position is None:
+                return x
+            axes = tuple(axis for i, axis in enumerate(x.axes) if i != position)
+            return NamedArray(_without(x.array, position), axes)
+        if is_array_like(x):
+            dims[where] = 0 if x.shape and x.shape[0] == block.size else None
+            return x if dims[where] is None else _without(x, 0)
+        return x
+
+    inner = stacked.stacked
+    layer = jax.tree_util.tree_map_with_path(cut, inner, is_leaf=lambda x: isinstance(x, NamedArray))
+    return layer, dims
+
+
+def _without(x: Any, dim: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
+
+
+def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor]:
+    if node is None:
+        return
+    if isinstance(node, NamedArray):
+        node = node.array
+    if is_array_like(node):
+        where = path_string(path)
+        shape = tuple(node.shape)
+        yield Tensor(prefix or "", shape, ((where, identity(shape)),))
+    elif isinstance(node, Stacked):
+        yield from _walk_stacked(node, path, prefix)
+    else:
+        renamed: Mapping[str, str | None] = {}
+        if isinstance(node, eqx.Module) and hasattr(node, "_state_dict_key_map"):
+            renamed = cast("Any", node)._state_dict_key_map()
+        for key, child in _children(node):
+            name = _key_name(key)
+            yield from _walk(child, (*path, key), join(prefix, renamed.get(name, name)))
+
+
+def _walk_stacked(node: Stacked, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor]:
+    layer, dims = _one_layer(node)
+    here = (*path, jax.tree_util.GetAttrKey("stacked"))
+    inner = path_string(here)
+    for tensor in list(_walk(layer, (), None)):
+        per_layer = [(f"{inner}{_below(where)}", part, dims[where]) for where, part in tensor.parts]
+        if all(dim is None for _, _, dim in per_layer):
+            parts = tuple((where, part) for where, part, _ in per_layer)
+            yield dataclasses.replace(tensor, name=join(prefix, tensor.name) or "", parts=parts)
+            continue
+        for i in range(node.Block.size):
+            parts = tuple((where, part if dim is None else layer_of(part, dim, i)) for where, part, dim in per_layer)
+            name = join(join(prefix, str(i)), tensor.name or None) or ""
+            yield dataclasses.replace(tensor, name=name, parts=parts)
+
+
+def _below(path: str) -> str:
+    return path if not path or path.startswith("[") else "." + path
+
+
+def _listed(names: Names | None, path: str) -> list[str] | str | None:
+    if names is None:
+        return None
+    given = names(path) if callable(names) else names.get(path)
+    return given if given is None or isinstance(given, str) else list(given)
+
+
+def _named(path: str, shape: tuple[int, ...], given: list[str] | str, default: list[Tensor]) -> list[Tensor] | str:
+    """The leaf's tensors under other names, or what is wrong with these."""
+    alone = [t for t in default if len(t.parts) == 1]
+    if isinstance(given, str):
+        if len(default) == len(alone) == 1:
+            return [dataclasses.replace(default[0], name=given)]
+        return [Tensor(given, shape, ((path, identity(shape)),))]
+    if len(default) == len(alone) == len(given):
+        return [dataclasses.replace(t, name=n) for t, n in zip(default, given, strict=True)]
+    if not shape or shape[0] != len(given):
+        return f"{path}: {len(given)} names for shape {shape}: give one, or one for each index of the first dimension"
+    layer = identity(shape[1:])
+    return [Tensor(n, shape[1:], ((path, layer_of(layer, 0, i)),)) for i, n in enumerate(given)]
+
+
+def tensors_of(tree: Any, names: Names | None = None) -> list[Tensor]:
+    """The tensors that a tree is stored as.
+
+    Args:
+        tree: Any tree of arrays or ``jax.ShapeDtypeStruct``s.
+        names: Names for some leaves; the others keep those of Haliax's state dicts.
+
+    Returns:
+        Tensors in the tree's order.
+
+    Raises:
+        CheckpointError: ``names`` has paths that are no leaves, names are missing, or do not fit a leaf; all are listed.
+    """
+    shapes = {leaf.path: tuple(leaf.value.shape) for leaf in named_leaves(tree) if is_array_like(leaf.value)}
+    default: dict[str, list[Tensor]] = {path: [] for path in shapes}
+    order: list[Tensor] = list(_walk(tree, (), None))
+    for tensor in order:
+        for path in dict.fromkeys(path for path, _ in tensor.parts):
+            default[path].append(tensor)
+    lines: list[str] = []
+    if isinstance(names, Mapping):
+        lines += [f"{p}: no such leaf{did_you_mean(p, list(shapes))}" for p in names if p not in shapes]
+    given = {path: _listed(names, path) for path in shapes}
+    out: list[Tensor] = []
+    done: set[str] = set()
+    for tensor in order:
+        if all(given[path] is None for path, _ in tensor.parts):
+            out.append(tensor)
+        for path in dict.fromkeys(path for path, _ in tensor.parts):
+            wanted = given[path]
+            if wanted is not None and path not in done:
+                done.add(path)
+                renamed = _named(path, shapes[path], wanted, default[path])
+                if isinstance(renamed, str):
+                    lines.append(renamed)
+                else:
+                    out += renamed
+    lines += [f"{path}: has no name" for t in out if not t.name for path, _ in t.parts]
+    if lines:
+        raise CheckpointError(
+            message(f"{len(lines)} names do not fit the tree", lines, fix="correct names=, by leaf path as explain prints it")
+        )
+    return out

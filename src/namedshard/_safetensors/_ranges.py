@@ -1,0 +1,177 @@
+"""PURE. Which bytes to read for the pieces of a leaf that this process needs, in which order and how joined.
+
+A piece is a box of a `Part`'s atoms. Boxes are cut where the set of pieces that want them changes, joined where reading
+a little more is cheaper than another request, and split so that none takes more memory than a limit.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from namedshard._safetensors._layout import Atom, Bounds, Part, flat_offset
+
+WASTE = 0.02
+"""Of the bytes read, the part that may be read in vain: once to fill rows, and once to join neighbouring ranges."""
+SHORT_RUN = 32 * 1024
+"""Bytes below which a run is better read with its neighbours and copied out than read on its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Habits:
+    """What suits a kind of source: how large a read is, when to join neighbours, when to read whole rows."""
+
+    read_bytes: int
+    join_below: int
+    max_runs: int
+    row_bytes: int
+
+
+LOCAL = Habits(read_bytes=4 << 20, join_below=64 << 10, max_runs=16384, row_bytes=4096)
+REMOTE = Habits(read_bytes=16 << 20, join_below=16 << 20, max_runs=64, row_bytes=16 << 20)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box to read at once. ``pieces`` are the numbers of the pieces that want some of it.
+
+    The box is read run by run (``runs`` offsets in the file, each of ``run_bytes``), or, with ``rows``, as the one span
+    that holds all of its runs.
+    """
+
+    box: Bounds
+    pieces: tuple[int, ...]
+    start: int
+    stop: int
+    run_bytes: int
+    outer: int
+    rows: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read for it."""
+        return self.stop - self.start if self.rows else self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
+
+
+def _dense(atoms: Sequence[Atom]) -> bool:
+    """True if the atoms fill a stretch of the tensor without holes."""
+    expected = 1
+    for atom in reversed(atoms):
+        if atom.stride != expected:
+            return False
+        expected *= atom.extent
+    return True
+
+
+def _volume(box: Bounds) -> int:
+    return math.prod(b - a for a, b in box)
+
+
+def _cover(
+    atoms: Sequence[Atom], boxes: Sequence[tuple[int, Bounds]], itemsize: int
+) -> list[tuple[Bounds, tuple[int, ...]]]:
+    """Disjoint boxes, each with the pieces that want it."""
+    if not atoms:
+        return [((), tuple(piece for piece, _ in boxes))]
+    out: list[tuple[Bounds, tuple[int, ...]]] = []
+    cuts = sorted({edge for _, box in boxes for edge in box[0]})
+    inner = atoms[1:]
+    for lo, hi in itertools.pairwise(cuts):
+        active = [(piece, box[1:]) for piece, box in boxes if box[0][0] <= lo and hi <= box[0][1]]
+        if not active:
+            continue
+        below = _cover(inner, active, itemsize)
+        if hi - lo > 1 and _better_whole(inner, below, itemsize):
+            below = [(tuple((0, a.extent) for a in inner), tuple(sorted({piece for piece, _ in active})))]
+        out += [(((lo, hi), *box), pieces) for box, pieces in below]
+    return out
+
+
+def _better_whole(atoms: Sequence[Atom], boxes: Sequence[tuple[Bounds, tuple[int, ...]]], itemsize: int) -> bool:
+    if not atoms or not _dense(atoms):
+        return False
+    total = math.prod(a.extent for a in atoms)
+    if sum(_volume(box) for box, _ in boxes) < total * (1 - WASTE):
+        return False
+    return len(boxes) == 1 or min(_run(atoms, box)[0] for box, _ in boxes) * itemsize < SHORT_RUN
+
+
+def _run(atoms: Sequence[Atom], box: Bounds) -> tuple[int, int]:
+    """Elements that follow one another in the file, and the number of atoms outside of such a run."""
+    run, k = 1, len(atoms)
+    while k and atoms[k - 1].stride == run:
+        k -= 1
+        lo, hi = box[k]
+        run *= hi - lo
+        if hi - lo != atoms[k].extent:
+            break
+    while k and box[k - 1][1] - box[k - 1][0] == 1:
+        k -= 1
+    return run, k
+
+
+def _split(box: Bounds, limit: int) -> Iterator[Bounds]:
+    """Boxes of at most ``limit`` elements, cut along the slowest atoms, in the file's order."""
+    if _volume(box) <= max(limit, 1):
+        yield box
+        return
+    dim = next(i for i, (lo, hi) in enumerate(box) if hi - lo > 1)
+    lo, hi = box[dim]
+    row = _volume(box) // (hi - lo)
+    step = max(1, limit // row)
+    for at in range(lo, hi, step):
+        part = (*box[:dim], (at, min(at + step, hi)), *box[dim + 1 :])
+        yield from _split(part, limit)
+
+
+def _row_boxes(atoms: Sequence[Atom], box: Bounds, outer: int) -> Iterator[Bounds]:
+    """The box in pieces whose runs follow one another at one pitch, so that one span holds them without detours."""
+    k = outer - 1
+    while k and box[k] == (0, atoms[k].extent) and atoms[k - 1].stride == atoms[k].stride * atoms[k].extent:
+        k -= 1
+    for index in itertools.product(*(range(lo, hi) for lo, hi in box[:k])):
+        yield (*((i, i + 1) for i in index), *box[k:])
+
+
+def chunks(part: Part, pieces: Sequence[Bounds], itemsize: int, begin: int, habits: Habits) -> Iterator[Chunk]:
+    """What to read of one tensor, which begins at byte ``begin`` of its file, for these pieces of a part."""
+    atoms = part.atoms
+    for whole, wanted in _cover(atoms, list(enumerate(pieces)), itemsize):
+        run, outer = _run(atoms, whole)
+        pitch = atoms[outer - 1].stride if outer else run
+        rows = _volume(whole) // run > habits.max_runs and pitch * itemsize <= habits.row_bytes
+        limit = habits.read_bytes // itemsize
+        for box in _row_boxes(atoms, whole, outer) if rows else [whole]:
+            for small in _split(box, limit * run // pitch if rows else limit):
+                run, outer = _run(atoms, small)
+                start = begin + flat_offset(part, small) * itemsize
+                last = sum((hi - lo - 1) * a.stride for a, (lo, hi) in zip(atoms, small, strict=True))
+                yield Chunk(small, wanted, start, start + (last + 1) * itemsize, run * itemsize, outer, rows)
+
+
+def run_offsets(part: Part, chunk: Chunk, itemsize: int) -> list[int]:
+    """Where in the file each run of a chunk begins, in the order of its box."""
+    at = np.array(chunk.start, np.int64)
+    for atom, (lo, hi) in zip(part.atoms[: chunk.outer], chunk.box[: chunk.outer], strict=True):
+        at = at[..., None] + np.arange(hi - lo, dtype=np.int64) * (atom.stride * itemsize)
+    return at.reshape(-1).tolist()
+
+
+def joined(spans: Sequence[tuple[int, int]], habits: Habits) -> Iterator[list[int]]:
+    """Groups of neighbouring spans (start and stop, in order) that are better read as one; numbers of the spans."""
+    group: list[int] = []
+    begin = end = useful = 0
+    for i, (start, stop) in enumerate(spans):
+        fits = group and stop - start <= habits.join_below and stop - begin <= habits.read_bytes
+        if fits and stop - begin <= (useful + stop - start) * (1 + WASTE):
+            group.append(i)
+            useful += stop - start
+            end = max(end, stop)
+            continue
+        if group:
+            yield group
+        group, begin, end, useful = [i], start, stop, stop - start
+    if group:
+        yield group
