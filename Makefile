@@ -20,8 +20,7 @@ export NO_MKDOCS_2_WARNING = 1
 .PHONY: help venv demo test lint format types docs examples bench wheel constraints clean distclean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | while IFS="$$(printf '\t')" read -r target text; do \
-		printf '  make %-12s %s\n' "$$target" "$$text"; done
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: ## Build the development environment, or bring it up to date
 	@sh scripts/make_venv.sh

@@ -3,13 +3,16 @@
 See https://github.com/namedshard/namedshard for the documentation.
 """
 
+from namedshard._best_effort import best_effort_sharding as best_effort_sharding
 from namedshard._errors import AmbiguousMeshError as AmbiguousMeshError
 from namedshard._errors import CheckpointError as CheckpointError
 from namedshard._errors import DeletedArrayError as DeletedArrayError
 from namedshard._errors import DonationError as DonationError
 from namedshard._errors import HeaderError as HeaderError
+from namedshard._errors import HostValueError as HostValueError
 from namedshard._errors import IgnoredTransferError as IgnoredTransferError
 from namedshard._errors import IndivisibleAxisError as IndivisibleAxisError
+from namedshard._errors import LocalArrayError as LocalArrayError
 from namedshard._errors import MappingError as MappingError
 from namedshard._errors import MemoryKindError as MemoryKindError
 from namedshard._errors import MeshAxisConflictError as MeshAxisConflictError
@@ -22,6 +25,7 @@ from namedshard._errors import NarrowingError as NarrowingError
 from namedshard._errors import NoCandidateError as NoCandidateError
 from namedshard._errors import NoMappingError as NoMappingError
 from namedshard._errors import NoMeshError as NoMeshError
+from namedshard._errors import OutOfStepError as OutOfStepError
 from namedshard._errors import PlaceError as PlaceError
 from namedshard._errors import PlanError as PlanError
 from namedshard._errors import StaticArgumentError as StaticArgumentError
@@ -29,6 +33,8 @@ from namedshard._errors import TracedMoveError as TracedMoveError
 from namedshard._explain import Explanation as Explanation
 from namedshard._explain import explain as explain
 from namedshard._fsdp import fsdp as fsdp
+from namedshard._gather import iter_to_host as iter_to_host
+from namedshard._gather import to_host as to_host
 from namedshard._jit import NamedJit as NamedJit
 from namedshard._jit import Report as Report
 from namedshard._jit import named_jit as named_jit
@@ -44,7 +50,11 @@ from namedshard._plan import LeafPlan as LeafPlan
 from namedshard._plan import Plan as Plan
 from namedshard._plan import plan as plan
 from namedshard._route import Route as Route
+from namedshard._safetensors._header import TensorInfo as TensorInfo
+from namedshard._safetensors._index import read_header as read_header
+from namedshard._safetensors._load import load_safetensors as load_safetensors
 from namedshard._specs import physical_axis_size as physical_axis_size
 from namedshard._specs import pspec_for as pspec_for
 from namedshard._specs import round_axis_for_partitioning as round_axis_for_partitioning
 from namedshard._specs import sharding_for as sharding_for
+from namedshard._sync import collective_timeout as collective_timeout

@@ -1,8 +1,8 @@
 """The command line: what a plan would do with a checkpoint, from its header alone, on no device at all."""
 
 import argparse
+import dataclasses
 import fnmatch
-import importlib.metadata
 import io
 import re
 import shutil
@@ -14,12 +14,13 @@ import jax
 from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from namedshard._errors import NamedShardError, did_you_mean, human_bytes, message
+from namedshard._errors import NamedShardError, did_you_mean, message
 from namedshard._explain import Explanation, Stored, explain_leaves
 from namedshard._leaves import Leaf
-from namedshard._mapping import AxisMapping, First, MeshAxes, Rule
+from namedshard._mapping import AxisMapping, MeshAxes, Rule, first
 from namedshard._report import Lint
-from namedshard._safetensors import TensorInfo, read_header
+from namedshard._safetensors._header import TensorInfo
+from namedshard._safetensors._index import read_header
 
 _EPILOG = """\
 AXIS is a mesh axis (model), a product of several (data+model), none, or ordered candidates of which the first that
@@ -37,6 +38,15 @@ The exit status is 0 if every tensor can be placed, 1 if one cannot, and 2 for a
 
 class UsageError(Exception):
     """An argument that cannot be understood."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AxesPattern:
+    """One ``--axes``: the pattern as written, compiled, and the names of the dimensions."""
+
+    text: str
+    compiled: re.Pattern[str]
+    names: tuple[str, ...]
 
 
 def _pair(text: str, what: str) -> tuple[str, str]:
@@ -74,11 +84,11 @@ def parse_rule(text: str) -> tuple[str, Rule]:
     """``"vocab=model|data|none"``."""
     name, value = _pair(text, "an axis and its rule: write --map vocab=model")
     candidates = tuple(_candidate(part, text) for part in value.split("|"))
-    return name, candidates[0] if len(candidates) == 1 else First(candidates)
+    return name, candidates[0] if len(candidates) == 1 else first(*candidates)
 
 
-def parse_axes(text: str) -> tuple[str, re.Pattern[str], tuple[str, ...]]:
-    """``"encoder.*.weight=out,in"``: the pattern as written, compiled, and the names."""
+def parse_axes(text: str) -> AxesPattern:
+    """``"encoder.*.weight=out,in"``."""
     pattern, listed = _pair(text, "a pattern and axis names: write --axes 'encoder.*.weight=out,in'")
     names = tuple(name.strip() for name in listed.split(",")) if listed.strip() else ()
     if not all(names) or len(set(names)) != len(names):
@@ -87,12 +97,10 @@ def parse_axes(text: str) -> tuple[str, re.Pattern[str], tuple[str, ...]]:
         compiled = re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern))
     except re.error as error:
         raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
-    return pattern, compiled, names
+    return AxesPattern(pattern, compiled, names)
 
 
-def named_tensors(
-    tensors: Mapping[str, TensorInfo], patterns: Sequence[tuple[str, re.Pattern[str], tuple[str, ...]]]
-) -> tuple[list[Leaf], list[Lint]]:
+def named_tensors(tensors: Mapping[str, TensorInfo], patterns: Sequence[AxesPattern]) -> tuple[list[Leaf], list[Lint]]:
     """A leaf for each tensor, with the names of the first pattern that matches it.
 
     Raises:
@@ -102,11 +110,11 @@ def named_tensors(
     wrong: list[str] = []
     matched: set[str] = set()
     for name, info in tensors.items():
-        hits = [(text, names) for text, pattern, names in patterns if pattern.fullmatch(name)]
-        matched.update(text for text, _ in hits)
-        names = hits[0][1] if hits else None
+        hits = [p for p in patterns if p.compiled.fullmatch(name)]
+        matched.update(p.text for p in hits)
+        names = hits[0].names if hits else None
         if names is not None and len(names) != len(info.shape):
-            wrong.append(f"{name}: {hits[0][0]!r} names {len(names)} ({', '.join(names)}), its shape is {info.shape}")
+            wrong.append(f"{name}: its shape is {info.shape}, but {hits[0].text!r} names ({', '.join(names)})")
         leaves.append(Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), names))
     if wrong:
         raise UsageError(
@@ -119,41 +127,37 @@ def named_tensors(
     return leaves, [*_unmatched(patterns, matched, tensors), *_unnamed(leaves)]
 
 
-def _unmatched(
-    patterns: Sequence[tuple[str, re.Pattern[str], tuple[str, ...]]], matched: set[str], tensors: Mapping[str, Any]
-) -> Iterator[Lint]:
-    for text, _, _ in patterns:
-        if text not in matched:
-            hint = did_you_mean(text, list(tensors))
-            yield Lint("unmatched pattern", f"--axes pattern {text!r} matches no tensor{hint}")
+def _unmatched(patterns: Sequence[AxesPattern], matched: set[str], tensors: Mapping[str, Any]) -> Iterator[Lint]:
+    for pattern in patterns:
+        if pattern.text not in matched:
+            hint = did_you_mean(pattern.text, list(tensors))
+            yield Lint("unmatched pattern", f"--axes pattern {pattern.text!r} matches no tensor{hint}")
 
 
 def _unnamed(leaves: Sequence[Leaf]) -> Iterator[Lint]:
-    bare = [leaf.value for leaf in leaves if leaf.names is None]
+    bare = sum(leaf.names is None for leaf in leaves)
     if bare:
-        size = human_bytes(sum(x.size * x.dtype.itemsize for x in bare))
-        yield Lint("unnamed", f"{len(bare)} of {len(leaves)} tensors match no --axes pattern: {size} left replicated")
+        yield Lint("unnamed", f"{bare} of {len(leaves)} tensors match no --axes pattern")
 
 
-def explain_checkpoint(
-    path: str, mesh: AbstractMesh, mapping: AxisMapping, axes: Sequence[tuple[str, re.Pattern[str], tuple[str, ...]]]
-) -> Explanation:
+def explain_checkpoint(path: str, mesh: AbstractMesh, mapping: AxisMapping, axes: Sequence[AxesPattern]) -> Explanation:
     """What a plan would do with a checkpoint's tensors; reads nothing but headers."""
     leaves, lints = named_tensors(read_header(path), axes)
     treedef = jax.tree_util.tree_structure([0] * len(leaves))
-    return explain_leaves(leaves, treedef, mapping, mesh, stored=Stored("file", "read", "left replicated"), lints=lints)
+    return explain_leaves(
+        leaves, treedef, mapping, mesh, stored=Stored("in file", "read", "left replicated"), lints=lints
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m namedshard", description="Axis names to device placements for JAX."
     )
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("namedshard"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explain = commands.add_parser(
         "explain",
         help="show what a plan would do with a checkpoint",
-        description="Show what a plan would do with a checkpoint's tensors. Reads headers only, and needs no accelerator.",
+        description="Show what a plan would do with a checkpoint's tensors. Reads headers only; needs no accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -212,5 +216,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except (UsageError, NamedShardError, OSError) as error:
-        print(f"python -m namedshard {arguments.command}: {error}", file=sys.stderr)
+        print(f"python -m namedshard {arguments.command}: error: {error}", file=sys.stderr)
         return 2

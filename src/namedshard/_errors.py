@@ -84,6 +84,18 @@ class DonationError(NamedShardError, ValueError):
     """A donated argument cannot be donated, is passed twice, or was donated before."""
 
 
+class OutOfStepError(NamedShardError, RuntimeError):
+    """The processes of a job do not make the same call."""
+
+
+class HostValueError(PlaceError):
+    """A host value that every process passes is not the same on each of them."""
+
+
+class LocalArrayError(PlaceError):
+    """Each process passes an array of its own, committed to its own devices, where one global array is needed."""
+
+
 class CheckpointError(NamedShardError, ValueError):
     """A checkpoint cannot be read or written as asked."""
 

@@ -18,7 +18,7 @@ from namedshard._mapping import AxisMapping, MappingLike, Policy, mesh_axes_of
 from namedshard._mesh import MeshLike, describe, manual_axes
 from namedshard._place import check_memory_kind
 from namedshard._plan import LeafPlan, Plan, Problem, fixes, plan_leaves, resolve
-from namedshard._report import Lint, Report, Row, Totals
+from namedshard._report import Findings, Lint, Row, Totals
 from namedshard._route import Placement, Route, placement_of, route_for, wanted_memory_kind
 
 LARGE = 16 * 2**20
@@ -46,24 +46,24 @@ class Explanation:
         totals: Sums over the tree, in bytes.
     """
 
-    def __init__(self, plan: Plan, shown: Report):
+    def __init__(self, plan: Plan, found: Findings):
         self.plan = plan
-        self._report = shown
+        self._found = found
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """One `Row` per array of the tree."""
-        return self._report.rows
+        return self._found.rows
 
     @property
     def lints(self) -> tuple[Lint, ...]:
         """What is not wrong but probably not meant."""
-        return self._report.lints
+        return self._found.lints
 
     @property
     def totals(self) -> Totals:
         """Sums over the tree, in bytes."""
-        return self._report.totals
+        return self._found.totals
 
     @property
     def ok(self) -> bool:
@@ -79,11 +79,11 @@ class Explanation:
         """
         if width is None:
             width = shutil.get_terminal_size((120, 24)).columns
-        return report.text(self._report, width, all=all)
+        return report.text(self._found, width, all=all)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Everything, leaf by leaf, as JSON; sizes are in bytes."""
-        return report.to_json(self._report, indent)
+        return report.to_json(self._found, indent)
 
     def __str__(self) -> str:
         return self.table()
@@ -93,14 +93,14 @@ class Explanation:
         return f"<Explanation of {t.leaves} leaves on mesh {describe(self.plan.mesh)}: {t.problems} problems>"
 
     def _repr_html_(self) -> str:
-        return report.to_html(self._report)
+        return report.to_html(self._found)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self.lines(options.max_width)
 
     def lines(self, width: int, *, all: bool = False) -> Iterator[Any]:
         """The table as styled `rich.text.Text` lines; see `table`."""
-        for line in report.lines(self._report, width, all=all):
+        for line in report.lines(self._found, width, all=all):
             line.no_wrap, line.overflow = True, "ignore"
             yield line
 
@@ -182,7 +182,7 @@ def explain_leaves(
     named = {*mapping.rules, *ruled}
     return Explanation(
         plan,
-        Report(
+        Findings(
             mesh,
             mapping,
             rows,
@@ -286,10 +286,15 @@ def _used(plan: LeafPlan) -> set[str]:
 def _lints(
     rows: Sequence[Row], axes: Sequence[str], mapping: AxisMapping, mesh: MeshLike, manual: frozenset[str]
 ) -> Iterator[Lint]:
+    unmatched = [key for key in mapping.rules if key not in axes]
+    far = [key for key in unmatched if not did_you_mean(key, axes)]
+    for key in unmatched:
+        if key not in far:
+            yield Lint("unmatched key", f"mapping key {key!r} matches no axis{did_you_mean(key, axes)}")
+    if far:
+        keys = f"key{'s' * (len(far) > 1)} {', '.join(map(repr, far))} match{'es' * (len(far) == 1)}"
+        yield Lint("unmatched key", f"mapping {keys} no axis{_known(axes)}")
     for key, rule in mapping.rules.items():
-        if key not in axes:
-            hint = did_you_mean(key, axes) or _known(axes)
-            yield Lint("unmatched key", f"mapping key {key!r} matches no axis{hint}")
         for name in mesh_axes_of(rule):
             if name not in mesh.shape:
                 hint = did_you_mean(name, list(mesh.shape))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
 from jax._src.array import ArrayImpl as ArrayImpl
@@ -135,3 +136,13 @@ def explicit_type(x: Any) -> Any:
     """The part of an array's type that depends on its sharding, for arrays on Explicit axes; else None."""
     sharding = x.aval.sharding
     return (sharding.mesh, sharding.spec) if any_explicit(sharding.mesh) else None
+
+
+def coordination_client() -> Any:
+    """The key-value store that ``jax.distributed.initialize`` joins the processes by, or None without it."""
+    return _distributed.global_state.client
+
+
+def as_weak(x: Any) -> Any:
+    """The same buffers as an array of weak type; no public function makes one of existing shards."""
+    return ArrayImpl(x.aval.update(weak_type=True), x.sharding, x._arrays, committed=True)

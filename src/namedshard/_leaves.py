@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import haliax
 import jax
+import numpy as np
 from haliax import NamedArray
 
 from namedshard._mapping import AxisMapping, carried_mapping
@@ -55,10 +56,25 @@ def _stop(x: Any) -> bool:
     return isinstance(x, NamedArray) or bool(_named_fields(type(x)))
 
 
+@functools.cache
+def _jax_can_hold(dtype: Any) -> bool:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return True
+    return jax.dtypes.issubdtype(dtype, np.bool_) or (
+        jax.dtypes.issubdtype(dtype, np.number) and dtype.char not in _NO_JAX_DTYPE
+    )
+
+
+# timedelta64, long double and its complex: numbers to numpy alone.
+_NO_JAX_DTYPE = "mgG"
+
+
 def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...] | None, str]:
-    if len(value.shape) == len(names):
-        return names, ""
-    return None, f"names ({', '.join(names)}) do not fit rank {len(value.shape)}; left as it is"
+    if len(value.shape) != len(names):
+        return None, f"names ({', '.join(names)}) do not fit rank {len(value.shape)}; left as it is"
+    if not _jax_can_hold(value.dtype):
+        return None, f"JAX has no dtype {value.dtype}; left as it is"
+    return names, ""
 
 
 def _of_named(path: str, named: NamedArray) -> Iterator[Leaf]:
@@ -66,13 +82,9 @@ def _of_named(path: str, named: NamedArray) -> Iterator[Leaf]:
     if len(inner) != 1 or inner[0] is not named.array or not is_array_like(named.array):
         yield from (Leaf(path, value, None) for value in inner)
         return
-    try:
-        names = tuple(axis.name for axis in named.axes)
-    except ValueError:
-        # Some tools (optax's factored states) leave an array of another rank under the names.
-        yield Leaf(path, named.array, None, note=f"names do not fit rank {len(named.array.shape)}; left as it is")
-        return
-    fitting, note = _names_that_fit(named.array, names)
+    # `named.axes` raises where some tool (optax's factored states) left an array of another rank under the names.
+    _, axes = NamedArray.tree_flatten(named)
+    fitting, note = _names_that_fit(named.array, tuple(a if isinstance(a, str) else a.name for a in axes))
     yield Leaf(path, named.array, fitting, carried_mapping(named), note)
 
 
@@ -94,6 +106,21 @@ def _walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[Leaf]:
             yield Leaf(path_string(full), node, None)
 
 
+def _without_placeholders(leaves: list[Leaf]) -> list[Leaf]:
+    """Optax's factored states put ``zeros((1,))`` where a parameter of one axis has no state of that kind."""
+    ones = [i for i, leaf in enumerate(leaves) if leaf.names and tuple(leaf.value.shape) == (1,)]
+    if not ones:
+        return leaves
+    named = [leaf for leaf in leaves if leaf.names]
+    longer = {n for leaf in named for n, size in zip(leaf.names or (), leaf.value.shape, strict=True) if size != 1}
+    for i in ones:
+        names = leaves[i].names or ()
+        if names[0] in longer:
+            note = f"axis {names[0]} has another size in the other leaves; left as it is"
+            leaves[i] = dataclasses.replace(leaves[i], names=None, note=note)
+    return leaves
+
+
 def named_leaves(tree: Any) -> list[Leaf]:
     """All raw leaves in order, each with its path and, where it has them, its axis names."""
-    return list(_walk((), tree))
+    return _without_placeholders(list(_walk((), tree)))

@@ -221,10 +221,11 @@ def axis_mapping(mapping: MappingLike, merge: bool = False) -> Iterator[AxisMapp
         ...         print(inner)
         AxisMapping({'batch': None, 'mlp': 'model'})
     """
-    wanted = mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
     outer = current_mapping() if merge else None
     if outer is not None:
-        wanted = outer | wanted
+        wanted = outer | mapping
+    else:
+        wanted = mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
     with haliax.partitioning.axis_mapping(wanted):
         me = threading.get_ident()
         _known.stack.append((haliax.partitioning.current_thread_local_mapping(), wanted))
@@ -251,7 +252,8 @@ class MappedArray(NamedArray):
     a plain `NamedArray`.
     """
 
-    mapping: AxisMapping
+    # The default is for `dataclasses.replace`, which makes an array that carries nothing.
+    mapping: AxisMapping = AxisMapping()
 
     def tree_flatten(self) -> Any:
         """The array, with axes and mapping as metadata."""
@@ -298,8 +300,7 @@ def with_mapping(named_array: NamedArray, mapping: MappingLike) -> NamedArray:
     if not isinstance(named_array, NamedArray):
         raise TypeError(f"with_mapping takes a haliax.NamedArray, not {type(named_array).__name__}")
     own = carried_mapping(named_array)
-    wanted = mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
-    return _carry(named_array, wanted if own is None else own | wanted)
+    return _carry(named_array, AxisMapping(mapping) if own is None else own | mapping)
 
 
 def carried_mapping(named_array: NamedArray) -> AxisMapping | None:
@@ -312,9 +313,13 @@ def carried_mapping(named_array: NamedArray) -> AxisMapping | None:
 
 
 def own_over(own: AxisMapping, mapping: AxisMapping) -> AxisMapping:
-    """The caller's mapping with an array's own rules over it; the array's come first where axes compete."""
+    """The caller's mapping with an array's own rules over it; the array's come first where axes compete.
+
+    An array that asks for ``indivisible="replicate"`` gets it.
+    """
     rest = {name: rule for name, rule in mapping.rules.items() if name not in own.rules}
-    return AxisMapping({**own.rules, **rest}, indivisible=mapping.indivisible)
+    policy = own.indivisible if own.indivisible == "replicate" else mapping.indivisible
+    return AxisMapping({**own.rules, **rest}, indivisible=policy)
 
 
 def thread_hint() -> str:

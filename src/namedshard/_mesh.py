@@ -34,7 +34,8 @@ def context_mesh() -> MeshLike | None:
         raise AmbiguousMeshError(
             message(
                 f"two meshes are in force: jax.set_mesh gives ({describe(by_set_mesh)}) on devices"
-                f" {device_ids(by_set_mesh)}, `with mesh:` gives ({describe(by_with)}) on devices {device_ids(by_with)}",
+                f" {device_ids(by_set_mesh)}, `with mesh:` gives ({describe(by_with)}) on devices"
+                f" {device_ids(by_with)}",
                 fix="leave one of the two contexts, or pass mesh=",
             )
         )

@@ -4,16 +4,16 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import MixedAxesError, NarrowingError, TracedMoveError, at, count_of, message
+from namedshard._errors import MixedAxesError, NarrowingError, TracedMoveError, at, count_of, message, warn_user
 from namedshard._mesh import MeshLike
 from namedshard._route import Placement, Route
 
@@ -155,19 +155,32 @@ def native(dtype: Any) -> Any:
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).newbyteorder("=")
 
 
+def _largest(value: Any) -> float:
+    """The largest finite magnitude among floats, or among the parts of complex numbers."""
+    parts = [np.abs(p) for p in ((value.real, value.imag) if value.dtype.kind == "c" else (value,))]
+    return float(max(np.max(p, where=np.isfinite(p), initial=0) for p in parts))
+
+
 def check_narrowing(work: Sequence[Move], total: int) -> None:
-    """64-bit integers that JAX would wrap without a word are an error."""
+    """64-bit integers that JAX would wrap without a word are an error, floats that become infinite a warning."""
     lines: list[str] = []
+    infinite: list[str] = []
     for move in work:
         value = move.value
-        if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or value.dtype.kind not in "iu" or not value.size:
+        if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or value.dtype.kind not in "iufc" or not value.size:
             continue
         kept = jax.dtypes.canonicalize_dtype(native(value.dtype))
-        if kept.itemsize < value.dtype.itemsize:
+        if kept.itemsize == value.dtype.itemsize:
+            continue
+        if value.dtype.kind in "iu":
             low, high = int(np.min(value)), int(np.max(value))
             info = np.iinfo(kept)
             if low < info.min or high > info.max:
                 lines.append(f"{at(move.path)}: {value.dtype} values from {low} to {high} do not fit {kept}")
+        elif (largest := _largest(value)) > float(np.finfo(kept).max):
+            infinite.append(f"{at(move.path)}: {value.dtype} values up to {largest:.3g} are infinite in {kept}")
+    if infinite:
+        warn_user(message(f"{count_of(len(infinite), total)} overflow in 32 bits", infinite), RuntimeWarning)
     if lines:
         raise NarrowingError(
             message(
@@ -199,14 +212,19 @@ def _own_copy(value: Any) -> np.ndarray:
 
 
 def _put(moves: Sequence[Move], values: Sequence[Any]) -> None:
-    """One ``device_put`` for all that are given up with their source, one for all others."""
-    for donate in (False, True):
-        some = [(m, v) for m, v in zip(moves, values, strict=True) if m.donate is donate]
-        if some:
-            sources = [v if donate else _unshared(v, m.want) for m, v in some]
-            results = jax.device_put(sources, [m.want for m, _ in some], donate=donate)
-            for (move, _), result in zip(some, results, strict=True):
-                move.result = result
+    """``device_put`` in two batches: JAX donates a whole batch or nothing, and only within one memory kind."""
+    batches: tuple[list[int], list[int]] = ([], [])
+    for i, (move, value) in enumerate(zip(moves, values, strict=True)):
+        batches[move.donate and value.sharding.memory_kind == move.want.memory_kind].append(i)
+    for donate, batch in enumerate(batches):
+        if batch:
+            sources = [values[i] if donate else _unshared(values[i], moves[i].want) for i in batch]
+            results = jax.device_put(sources, [moves[i].want for i in batch], donate=bool(donate))
+            for i, result in zip(batch, results, strict=True):
+                moves[i].result = result
+    for move in moves:
+        if move.donate and not move.value.is_deleted():
+            move.value.delete()
 
 
 def _unshared(x: Any, want: NamedSharding) -> Any:
@@ -220,8 +238,13 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
 # --- between devices of this process ----------------------------------------------------------------------------------
 
 
+def all_cpu(devices: Iterable[jax.Device]) -> bool:
+    """True if all of the devices are CPUs, whose memory numpy sees."""
+    return all(d.platform == "cpu" for d in devices)
+
+
 def _on_cpu(sharding: Sharding) -> bool:
-    return all(d.platform == "cpu" for d in sharding.device_set)
+    return all_cpu(sharding.device_set)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -246,7 +269,8 @@ def copy_overlap(target: np.ndarray, at: Bounds, source: np.ndarray, source_at: 
     if all(lo < hi for lo, hi in overlap):
         into = tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(overlap, at, strict=True))
         out_of = tuple(slice(lo - c, hi - c) for (lo, hi), (c, _) in zip(overlap, source_at, strict=True))
-        target[into] = source[out_of]
+        with np.errstate(over="ignore"):
+            target[into] = source[out_of]
 
 
 def _build(
@@ -294,9 +318,52 @@ def _within_process(moves: Sequence[Move]) -> None:
         else:
             rest.append(move)
     if constrained:
-        _constrain_jit(constrained)
+        constrain_jit(constrained)
     if rest:
-        _two_hops(rest)
+        two_hops(rest)
+
+
+def in_host_memory(sharding: Sharding | None) -> bool:
+    """True if the arrays of a sharding (None: of the default device) lie in this host's own memory."""
+    devices = jax.local_devices()[:1] if sharding is None else sharding.device_set
+    return all(d.platform == "cpu" for d in devices)
+
+
+def from_pieces(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, np.ndarray]
+) -> jax.Array:
+    """An array of pieces that are given up for it; those made by `aligned_empty` are taken over by CPU devices.
+
+    ``sharding`` None is the default device, uncommitted, with one piece.
+    """
+    with compat.no_context_mesh():
+        if sharding is None:
+            return jax.device_put(next(iter(pieces.values())))
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: pieces[bounds_of(index or (), shape)], dtype=dtype
+        )
+
+
+def onto_devices(
+    shape: tuple[int, ...], sharding: Sharding | None, bounds: Bounds, piece: np.ndarray
+) -> list[jax.Array]:
+    """One piece on each of this process's devices that it belongs to."""
+    with compat.no_context_mesh():
+        if sharding is None:
+            return [jax.device_put(piece)]
+        indices = sharding.addressable_devices_indices_map(shape)
+        devices = [d for d, index in indices.items() if bounds_of(index or (), shape) == bounds]
+        places = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
+        return jax.device_put([piece] * len(places), places)
+
+
+def from_device_pieces(
+    shape: tuple[int, ...], sharding: Sharding | None, arrays: Sequence[jax.Array]
+) -> jax.Array:
+    """An array of the pieces that `onto_devices` made."""
+    if sharding is None:
+        return arrays[0]
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays))
 
 
 def _device_kind(sharding: Sharding) -> str:
@@ -309,8 +376,8 @@ def _in_device_memory(move: Move) -> Any:
     return x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
-def _two_hops(moves: Sequence[Move]) -> None:
-    """``device_put``, by way of device memory: it cannot change the devices' order and leave host memory in one step."""
+def two_hops(moves: Sequence[Move]) -> None:
+    """``device_put`` by way of device memory: it cannot change the devices' order and leave host memory in one go."""
     sources = [_in_device_memory(m) for m in moves]
     hop = [dataclasses.replace(m, want=m.want.with_memory_kind(_device_kind(m.want))) for m in moves]
     _put(hop, sources)
@@ -319,8 +386,11 @@ def _two_hops(moves: Sequence[Move]) -> None:
 
 def _finish(moves: Sequence[Move], results: Sequence[Any]) -> None:
     """Bring results from device memory to the memory that is wanted, and give up the sources."""
-    for move, result in zip(moves, results, strict=True):
-        move.result = result if result.sharding == move.want else jax.device_put(result, move.want, donate=True)
+    elsewhere = [i for i, (m, r) in enumerate(zip(moves, results, strict=True)) if r.sharding != m.want]
+    moved = jax.device_put([results[i] for i in elsewhere], [moves[i].want for i in elsewhere])
+    there = dict(zip(elsewhere, moved, strict=True))
+    for i, (move, result) in enumerate(zip(moves, results, strict=True)):
+        move.result = there.get(i, result)
         if move.donate and not move.value.is_deleted():
             move.value.delete()
 
@@ -333,20 +403,15 @@ def _identity(shardings: tuple[Sharding, ...]) -> Callable[..., Any]:
     return jax.jit(identity, out_shardings=shardings)
 
 
-def _constrain_jit(moves: Sequence[Move]) -> None:
+def constrain_jit(moves: Sequence[Move]) -> None:
     """One compiled identity for the whole batch; collectives between the devices, nothing passes through the host."""
     through = tuple(m.want.with_memory_kind(_device_kind(m.want)) for m in moves)
     _finish(moves, _identity(through)(*map(_in_device_memory, moves)))
-
-
-def _collective(moves: Sequence[Move]) -> None:
-    raise NotImplementedError
 
 
 _EXECUTORS: dict[Route, Callable[[Sequence[Move]], None]] = {
     Route.FROM_HOST: _from_host,
     Route.CONSTRAIN: _within_process,
     Route.DEVICE_PUT: _within_process,
-    Route.CONSTRAIN_JIT: _constrain_jit,
-    Route.COLLECTIVE: _collective,
+    Route.CONSTRAIN_JIT: constrain_jit,
 }

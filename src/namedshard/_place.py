@@ -4,6 +4,7 @@ A tree is planned and checked whole before the first byte moves, and work is bat
 """
 
 import collections
+import contextlib
 import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from namedshard import _collective as collective
 from namedshard import _jaxcompat as compat
 from namedshard import _moves as moves
 from namedshard._errors import (
@@ -19,6 +21,7 @@ from namedshard._errors import (
     MemoryKindError,
     NoMeshError,
     TracedMoveError,
+    at,
     count_of,
     message,
     warn_user,
@@ -27,7 +30,7 @@ from namedshard._leaves import named_leaves
 from namedshard._mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
 from namedshard._mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
 from namedshard._plan import Plan, plan_leaves, with_policy
-from namedshard._route import Route, placement_of, route_for, wanted_memory_kind
+from namedshard._route import Placement, Route, placement_of, route_for, wanted_memory_kind
 
 
 class _Entry:
@@ -59,10 +62,13 @@ class _PlanCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> _Entry | None:
-        return self._entries.get(key)
+        # A tree may hold static fields that cannot be hashed, or compared (numpy arrays): it is planned each time.
+        with contextlib.suppress(TypeError, ValueError):
+            return self._entries.get(key)
+        return None
 
     def put(self, key: Hashable, entry: _Entry) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(TypeError, ValueError):
             self._entries[key] = entry
             while len(self._entries) > self._size:
                 self._entries.popitem(last=False)
@@ -101,7 +107,9 @@ _warned_no_mapping: set[str] = set()
 
 
 def _warn_no_mapping() -> None:
-    text = message("shard: no axis mapping was given and none is in force; the tree is returned as it is" + thread_hint())
+    text = message(
+        "shard: no axis mapping was given and none is in force; the tree is returned as it is" + thread_hint()
+    )
     if text not in _warned_no_mapping:
         _warned_no_mapping.add(text)
         warn_user(text, RuntimeWarning)
@@ -170,6 +178,8 @@ def shard(
                 fix="pass mesh=, or enter jax.set_mesh",
             )
         )
+    if memory_kind is not None and isinstance(where, Mesh):
+        check_memory_kind(where, memory_kind)
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     manual = frozenset[str]() if compat.nothing_traced() else manual_axes()
     entry = _entry_for(tree, leaves, treedef, found, where, memory_kind, manual)
@@ -193,7 +203,7 @@ def _all_in_place(entry: _Entry, leaves: Sequence[Any], memory_kind: str | None)
         if have is in_place[i]:
             continue
         want = entry.sharding(i, memory_kind or have.memory_kind)
-        if not (have is want or (have.mesh is want.mesh if isinstance(have, NamedSharding) else False) and have == want):
+        if not (have is want or (isinstance(have, NamedSharding) and have.mesh is want.mesh and have == want)):
             return False
         in_place[i] = have
     return True
@@ -203,14 +213,17 @@ def _execute(
     entry: _Entry, leaves: Sequence[Any], memory_kind: str | None, donate: bool, manual: frozenset[str]
 ) -> list[Any]:
     staging = compat.staging()
+    planned_leaves = entry.plan.leaves
+    nows = {i: placement_of(x, staging) for i, x in enumerate(leaves) if planned_leaves[i].spec is not None}
+    _check_concrete(entry.plan.mesh, list(nows.values()), len(leaves))
     work: list[moves.Move] = []
     moved: dict[tuple[int, NamedSharding], moves.Move] = {}
     slots: list[moves.Move | None] = []
-    for i, (leaf, planned) in enumerate(zip(leaves, entry.plan.leaves, strict=True)):
-        if planned.spec is None:
+    for i, (leaf, planned) in enumerate(zip(leaves, planned_leaves, strict=True)):
+        now = nows.get(i)
+        if now is None:
             slots.append(None)
             continue
-        now = placement_of(leaf, staging)
         want = entry.sharding(i, wanted_memory_kind(now, memory_kind))
         # Tied leaves, one array object in two places, stay one array.
         move = moved.get((id(leaf), want))
@@ -220,33 +233,53 @@ def _execute(
             work.append(move)
         slots.append(move)
     _check(work, entry.plan, memory_kind)
-    moves.run(work, donate=donate, manual=manual)
+    shared = _give_up(work, leaves, slots) if donate else []
+    _run(work, manual)
+    for source in shared:
+        source.delete()
     return [leaf if move is None else move.result for leaf, move in zip(leaves, slots, strict=True)]
+
+
+def _run(work: Sequence[moves.Move], manual: frozenset[str]) -> None:
+    """Carry out moves, those that involve other processes first."""
+    concrete = any(m.route not in (Route.ANNOTATE, Route.TRACED) for m in work)
+    moves.run(collective.run(work) if concrete and jax.process_count() > 1 else work, manual=manual)
+
+
+def _give_up(work: Sequence[moves.Move], leaves: Sequence[Any], slots: Sequence[moves.Move | None]) -> list[jax.Array]:
+    """Let each source that is nowhere kept be consumed by its move; returns those that several moves read."""
+    kept = {id(x) for x, move in zip(leaves, slots, strict=True) if move is None or move.route is Route.KEEP}
+    movable = [m for m in work if m.now.kind == "array" and id(m.value) not in kept]
+    readers = collections.Counter(id(m.value) for m in movable)
+    for move in movable:
+        move.donate = readers[id(move.value)] == 1
+    return list({id(m.value): m.value for m in movable if not m.donate}.values())
 
 
 def _check(work: Sequence[moves.Move], plan: Plan, memory_kind: str | None) -> None:
     """Everything that can be known to fail, before anything moves."""
     total = len(plan.leaves)
     _check_deleted(work, total)
-    concrete = [m for m in work if m.route not in (Route.ANNOTATE, Route.TRACED)]
-    if concrete and isinstance(plan.mesh, AbstractMesh):
-        raise NoMeshError(
-            message(
-                f"{count_of(len(concrete), total)} cannot be placed: the mesh ({describe(plan.mesh)}) is abstract and has"
-                " no devices",
-                fix="pass a jax.sharding.Mesh",
-            )
-        )
-    if memory_kind is not None and isinstance(plan.mesh, Mesh):
-        check_memory_kind(plan.mesh, memory_kind)
-    if any(m.route is Route.TRACED for m in work) and isinstance(plan.mesh, Mesh):
-        _check_traced(work, plan.mesh, total)
-        moves.check_mixed([m for m in work if m.route is Route.TRACED], total)
+    if traced := [m for m in work if m.route is Route.TRACED]:
+        _check_traced(traced, plan.mesh, total)
+        moves.check_mixed(traced, total)
     moves.check_narrowing(work, total)
 
 
+def _check_concrete(mesh: MeshLike, nows: Sequence[Placement], total: int) -> None:
+    concrete = sum(now.kind in ("host", "array") for now in nows)
+    if concrete and isinstance(mesh, AbstractMesh):
+        raise NoMeshError(
+            message(
+                f"{count_of(concrete, total)} cannot be placed: the mesh ({describe(mesh)}) is abstract and has no"
+                " devices",
+                fix="pass a jax.sharding.Mesh",
+            )
+        )
+
+
 def _check_deleted(work: Sequence[moves.Move], total: int) -> None:
-    gone = [m.path for m in work if m.now.kind == "array" and m.value.is_deleted()]
+    gone = [at(m.path) for m in work if m.now.kind == "array" and m.value.is_deleted()]
     if gone:
         raise DeletedArrayError(
             message(
@@ -272,17 +305,25 @@ def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
             )
 
 
-def _check_traced(work: Sequence[moves.Move], mesh: Mesh, total: int) -> None:
+def _check_traced(traced: Sequence[moves.Move], mesh: MeshLike, total: int) -> None:
     """JAX ignores a traced ``device_put`` to other devices, and its errors about constraints name no leaf."""
+    kinds = {m.want.memory_kind for m in traced} - {None, "device", "pinned_host"}
+    if kinds:
+        raise MemoryKindError(
+            message(
+                f"compiled code cannot place arrays in memory kind {kinds.pop()!r}",
+                fix="use 'device' or 'pinned_host', or move the arrays with shard before or after the compiled call",
+            )
+        )
     context = context_mesh()
-    if not isinstance(context, Mesh) or context is mesh or device_ids(context) == device_ids(mesh):
+    if not (isinstance(context, Mesh) and isinstance(mesh, Mesh)) or device_ids(context) == device_ids(mesh):
         return
-    traced = [m for m in work if m.route is Route.TRACED]
     raise TracedMoveError(
         message(
             f"{count_of(len(traced), total)} cannot leave the traced mesh from compiled code",
-            [f"{m.path}: traced for devices {device_ids(context)}, wanted on {device_ids(mesh)}" for m in traced],
-            fix="move the arrays with shard before or after the compiled call, or trace under jax.set_mesh(the wanted mesh)",
+            [f"{at(m.path)}: traced for devices {device_ids(context)}, wanted on {device_ids(mesh)}" for m in traced],
+            fix="move the arrays with shard before or after the compiled call, or trace under"
+            " jax.set_mesh(the wanted mesh)",
         )
     )
 
@@ -311,8 +352,6 @@ def auto_sharded(tree: PyTree, mesh: MeshLike | None = None) -> PyTree:
     return tree if mapping is None else shard(tree, mapping, mesh)
 
 
-
-
 def place_leaves(paths: Sequence[str], values: Sequence[Any], wanted: Sequence[tuple[int, NamedSharding]]) -> list[Any]:
     """Bring some of many values to given shardings, in one batch; the others come back as they are.
 
@@ -331,7 +370,7 @@ def place_leaves(paths: Sequence[str], values: Sequence[Any], wanted: Sequence[t
         work.append(moves.Move(paths[i], values[i], now, want, route_for(now, want, values[i].shape)))
     _check_deleted(work, len(values))
     moves.check_narrowing(work, len(values))
-    moves.run(work, donate=False, manual=manual_axes())
+    _run(work, manual_axes())
     out = list(values)
     for (i, _), move in zip(wanted, work, strict=True):
         out[i] = move.result

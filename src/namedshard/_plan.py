@@ -21,6 +21,7 @@ from namedshard._errors import (
     NoMappingError,
     NoMeshError,
     PlanError,
+    at,
     count_of,
     did_you_mean,
     message,
@@ -305,7 +306,7 @@ def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manu
     raise next(kind for kind in _KINDS if any(p.kind is kind for p in problems))(
         message(
             f"{count_of(bad, total)} cannot be sharded by this mapping",
-            [f"{p.path}: {p.text}" for p in problems],
+            [f"{at(p.path)}: {p.text}" for p in problems],
             fix="\n  fix: ".join(fixes(problems, mesh, manual)),
         )
     )
@@ -361,7 +362,7 @@ _warned: set[str] = set()
 
 def _warn_replicated(found: list[tuple[str, str]], total: int) -> None:
     bad = count_of(len({path for path, _ in found}), total)
-    text = message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{p}: {t}" for p, t in found])
+    text = message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{at(p)}: {t}" for p, t in found])
     if text not in _warned:
         _warned.add(text)
         warn_user(text)

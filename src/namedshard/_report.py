@@ -1,6 +1,6 @@
 """PURE. An explained plan as text, JSON and HTML.
 
-A `Report` holds one `Row` per array. The text is laid out here rather than by rich's tables, which break long words in
+`Findings` holds one `Row` per array. The text is laid out here rather than by rich's tables, which break long words in
 the middle: columns are left out or folded between words until the table fits the width, and what needs a sentence (why
 a candidate lost, what is wrong) stands on a line of its own below its row.
 """
@@ -51,8 +51,8 @@ class Row:
 class Lint:
     """Something about a plan that is not wrong but probably not meant.
 
-    ``kind`` is ``"unmatched key"``, ``"absent mesh axis"``, ``"unused mesh axis"``, ``"large replica"``, ``"names do
-    not fit"`` or ``"unmatched pattern"``.
+    ``kind`` is ``"unmatched key"``, ``"absent mesh axis"``, ``"unused mesh axis"``, ``"large replica"`` or ``"names do
+    not fit"``, and on the command line also ``"unmatched pattern"`` or ``"unnamed"``.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class Findings:
     """All that is shown of an explained plan."""
 
     mesh: MeshLike
@@ -271,7 +271,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, _Column]:
         "dtype": column("dtype", lambda r: str(r.plan.dtype)),
         "size": column("per device", _per_device, right=True),
         "now": column("now", lambda r: r.now, _AFTER_WORD),
-        "route": column("route", lambda r: r.route),
+        "route": column("route", lambda r: r.route, _AFTER_WORD),
     }
 
 
@@ -287,9 +287,11 @@ def _chosen(rows: Sequence[Row], width: int) -> tuple[list[_Column], list[_Colum
     without = [constant[:n] for n in range(len(constant) + 1)]
     choices = [[named[k] for k in keys if k not in gone] for keys in (whole, merged) for gone in without]
     fitting = [c for c in choices if _total([column.least() for column in c]) <= width]
-    poorest = [named[k] for k in ("leaf", "placed", "size", "route") if k not in constant]
-    best = min(fitting, key=lambda c: _fit(c, width)) if fitting else poorest
-    _fit(best, width)
+    best = min(fitting, key=lambda c: _fit(c, width), default=None)
+    if best is None or _fit(best, width) > 1.5 * len(rows):
+        # A dtype is worth less than a table that can be read.
+        best = [named[k] for k in merged if k not in ("dtype", *constant)]
+        _fit(best, width)
     lifted = [named[k] for k in constant if named[k] not in best]
     return best, lifted
 
@@ -318,12 +320,12 @@ def _line(cells: Sequence[str], columns: Sequence[_Column], style: str = "") -> 
     return Text(_GAP.join(padded).rstrip(), style=style)
 
 
-_ARITHMETIC = re.compile(r"\(\d+ = [^()]*\)")
+_TOGETHER = re.compile(r"\(\d+ = [^()]*\)|\d [KMGT]?i?B\b")
 
 
 def _prose(text: str, width: int, style: str, indent: str = "  ") -> Iterator[Text]:
     for line in textwrap.wrap(
-        _ARITHMETIC.sub(lambda found: found[0].replace(" ", "\xa0"), text),
+        _TOGETHER.sub(lambda found: found[0].replace(" ", "\xa0"), text),
         max(width, 20),
         initial_indent=indent,
         subsequent_indent=indent + "  ",
@@ -333,15 +335,15 @@ def _prose(text: str, width: int, style: str, indent: str = "  ") -> Iterator[Te
         yield Text(line.replace("\xa0", " "), style=style)
 
 
-def lines(report: Report, width: int, *, all: bool = False) -> Iterator[Text]:
+def lines(found: Findings, width: int, *, all: bool = False) -> Iterator[Text]:
     """The report as styled lines of at most ``width`` cells, longer only where a single word is.
 
     Args:
-        report: What to show.
+        found: What to show.
         width: In terminal cells.
         all: Show every leaf, instead of one row for those that differ only in an index.
     """
-    rows = report.rows if all else collapse(report.rows)
+    rows = found.rows if all else collapse(found.rows)
     if rows:
         columns, lifted = _chosen(rows, width)
         yield _line([c.title for c in columns], columns, "bold")
@@ -358,11 +360,11 @@ def lines(report: Report, width: int, *, all: bool = False) -> Iterator[Text]:
         yield Text("")
         if lifted:
             yield from _prose("all leaves: " + ", ".join(f"{c.title} {c.cells[0]}" for c in lifted), width, "", "")
-    for text in _totals(report):
+    for text in _totals(found):
         yield from _prose(text, width, "", "")
-    for text in _wrong(report):
+    for text in _wrong(found):
         yield from _prose(text, width, "red", "")
-    for lint in report.lints:
+    for lint in found.lints:
         yield from _prose(f"! {lint.text}", width, "yellow", "")
 
 
@@ -370,31 +372,31 @@ def _count(n: int, noun: str, plural: str) -> str:
     return f"{n} {noun if n == 1 else plural}"
 
 
-def _totals(report: Report) -> Iterator[str]:
-    t = report.totals
+def _totals(found: Findings) -> Iterator[str]:
+    t = found.totals
     yield (
         f"{_count(t.leaves, 'leaf', 'leaves')}, {human_bytes(t.bytes)}; on each of"
-        f" {_count(report.mesh.size, 'device', 'devices')} {human_bytes(t.bytes_per_device)},"
+        f" {_count(found.mesh.size, 'device', 'devices')} {human_bytes(t.bytes_per_device)},"
         f" of which {human_bytes(t.bytes_replicated)} replicated"
     )
     if t.left:
         yield f"{_count(t.left, 'leaf is left as it is', 'leaves are left as they are')} ({human_bytes(t.bytes_left)})"
     if t.others:
         yield f"{_count(t.others, 'leaf is', 'leaves are')} no array"
-    yield f"mesh {describe(report.mesh)}" + (
-        f"; no rule for {', '.join(report.unmapped[:MAX_LISTED])}" if report.unmapped else ""
+    yield f"mesh {describe(found.mesh)}" + (
+        f"; no rule for {', '.join(found.unmapped[:MAX_LISTED])}" if found.unmapped else ""
     )
 
 
-def _wrong(report: Report) -> Iterator[str]:
-    if report.totals.problems:
-        yield f"{count_of(report.totals.problems, report.totals.leaves)} cannot be placed"
-    yield from (f"fix: {fix}" for fix in report.fixes)
+def _wrong(found: Findings) -> Iterator[str]:
+    if found.totals.problems:
+        yield f"{count_of(found.totals.problems, found.totals.leaves)} cannot be placed"
+    yield from (f"fix: {fix}" for fix in found.fixes)
 
 
-def text(report: Report, width: int, *, all: bool = False) -> str:
+def text(found: Findings, width: int, *, all: bool = False) -> str:
     """The report as plain text; see `lines`."""
-    return "\n".join(line.plain for line in lines(report, width, all=all))
+    return "\n".join(line.plain for line in lines(found, width, all=all))
 
 
 # --- JSON and HTML ----------------------------------------------------------------------------------------------------
@@ -434,29 +436,29 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def to_json(report: Report, indent: int | None) -> str:
+def to_json(found: Findings, indent: int | None) -> str:
     """The report with every leaf, as JSON."""
     return json.dumps(
         {
-            "mesh": dict(report.mesh.shape),
-            "mapping": {name: _rule_json(rule) for name, rule in report.mapping.rules.items()},
-            "indivisible": report.mapping.indivisible,
-            "totals": dataclasses.asdict(report.totals),
-            "unmapped_axes": list(report.unmapped),
-            "lints": [dataclasses.asdict(lint) for lint in report.lints],
-            "fixes": list(report.fixes),
-            "leaves": [_row_json(row) for row in report.rows],
+            "mesh": dict(found.mesh.shape),
+            "mapping": {name: _rule_json(rule) for name, rule in found.mapping.rules.items()},
+            "indivisible": found.mapping.indivisible,
+            "totals": dataclasses.asdict(found.totals),
+            "unmapped_axes": list(found.unmapped),
+            "lints": [dataclasses.asdict(lint) for lint in found.lints],
+            "fixes": list(found.fixes),
+            "leaves": [_row_json(row) for row in found.rows],
         },
         indent=indent,
     )
 
 
-def to_html(report: Report) -> str:
+def to_html(found: Findings) -> str:
     """The report as an HTML table, for notebooks."""
     titles = ("leaf", "axes", "spec", "dtype", "per device", "now", "route", "why")
     head = "".join(f"<th style='text-align:left'>{t}</th>" for t in titles)
     body: list[str] = []
-    for row in collapse(report.rows):
+    for row in collapse(found.rows):
         p = row.plan
         why = "<br>".join(html.escape(w) for w in (*row.why, *row.problems))
         cells = (_path_text(row), axes_text(p), _wanted(row), str(p.dtype), _per_device(row), row.now, row.route)
@@ -466,8 +468,8 @@ def to_html(report: Report) -> str:
             + "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in cells)
             + f"<td style='text-align:left'>{why}</td></tr>"
         )
-    below = "<br>".join(html.escape(t) for t in (*_totals(report), *_wrong(report)))
-    lints = "".join(f"<li>{html.escape(lint.text)}</li>" for lint in report.lints)
+    below = "<br>".join(html.escape(t) for t in (*_totals(found), *_wrong(found)))
+    lints = "".join(f"<li>{html.escape(lint.text)}</li>" for lint in found.lints)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table><p>{below}</p>" + (
         f"<ul>{lints}</ul>" if lints else ""
     )

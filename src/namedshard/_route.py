@@ -44,7 +44,8 @@ class Placement:
 def placement_of(x: Any, staging: bool) -> Placement:
     """Where a leaf is now. ``staging``: operations are being recorded for a compiler, also those on concrete arrays."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        return Placement("abstract", x.sharding)
+        kind = None if x.sharding is None else x.sharding.memory_kind
+        return Placement("abstract", x.sharding, memory_kind=kind)
     if isinstance(x, jax.core.Tracer):
         return Placement("traced", memory_kind=compat.memory_kind_of_traced(x))
     if staging:
@@ -58,7 +59,7 @@ def wanted_memory_kind(now: Placement, asked: str | None) -> str | None:
     """The kind asked for, else the kind the array has (None: the devices' own)."""
     if asked is not None:
         return asked
-    if now.kind == "array" and now.committed:
+    if now.kind == "abstract" or (now.kind == "array" and now.committed):
         return now.memory_kind
     return now.memory_kind if now.kind == "traced" and now.memory_kind != "device" else None
 
@@ -75,7 +76,7 @@ def same_place(have: Sharding, want: NamedSharding, ndim: int) -> bool:
 def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Route:
     """The route from a placement to a wanted sharding."""
     if now.kind == "abstract":
-        return Route.ANNOTATE
+        return Route.KEEP if now.sharding == want else Route.ANNOTATE
     if now.kind == "traced":
         return Route.TRACED
     if now.kind == "host" or now.sharding is None:
@@ -92,5 +93,3 @@ def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Ro
     if not now.addressable and now.sharding.device_set == want.device_set:
         return Route.DEVICE_PUT
     return Route.COLLECTIVE
-
-

@@ -16,7 +16,7 @@ from namedshard._safetensors._header import (
     parse_header,
     parse_json,
 )
-from namedshard._safetensors._source import Opener, Source, open_source
+from namedshard._safetensors._source import Files, Source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,25 +30,18 @@ def _read(source: Source, start: int, count: int) -> bytes:
     return bytes(buffer)
 
 
-def _header_of(name: str, opener: Opener) -> dict[str, TensorInfo]:
-    source = opener(name)
-    try:
-        prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
-        length = header_length(prefix, name, source.size)
-        return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
-    finally:
-        source.close()
+def _header_of(name: str, files: Files) -> dict[str, TensorInfo]:
+    source = files[name]
+    prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
+    length = header_length(prefix, name, source.size)
+    return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
 
 
-def _weight_map(name: str, opener: Opener) -> dict[str, str]:
-    source = opener(name)
-    try:
-        if source.size > MAX_HEADER_BYTES:
-            raise HeaderError(message(f"{name}: an index of {source.size} bytes is no index"))
-        fields = parse_json(_read(source, 0, source.size), f"{name}: the index")
-    finally:
-        source.close()
-    weight_map = fields.get("weight_map")
+def _weight_map(name: str, files: Files) -> dict[str, str]:
+    source = files[name]
+    if source.size > MAX_HEADER_BYTES:
+        raise HeaderError(message(f"{name}: {source.size} bytes are too many for an index"))
+    weight_map = parse_json(_read(source, 0, source.size), f"{name}: the index").get("weight_map")
     if not isinstance(weight_map, dict):
         raise HeaderError(message(f"{name}: the index has no weight_map from tensor to file"))
     entries = cast("dict[str, Any]", weight_map)
@@ -76,14 +69,14 @@ def _sibling(name: str, other: str) -> str:
     return f"{name.rpartition('/')[0]}/{other}" if "/" in name else other
 
 
-def _from_index(name: str, opener: Opener) -> dict[str, TensorInfo]:
-    weight_map = _weight_map(name, opener)
-    files = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
+def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
+    weight_map = _weight_map(name, files)
+    parts = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
     headers: dict[str, dict[str, TensorInfo]] = {}
     absent: list[str] = []
-    for file, where in files.items():
+    for file, where in parts.items():
         try:
-            headers[file] = _header_of(where, opener)
+            headers[file] = _header_of(where, files)
         except HeaderError:
             raise
         except CheckpointError as error:
@@ -92,7 +85,7 @@ def _from_index(name: str, opener: Opener) -> dict[str, TensorInfo]:
     if absent:
         raise CheckpointError(
             message(
-                f"{name}: {len(absent)} of {len(files)} files of the index cannot be read",
+                f"{name}: {len(absent)} of {len(parts)} files of the index cannot be read",
                 absent,
                 fix="fetch the missing files into the index's directory",
             )
@@ -116,19 +109,19 @@ def _listing(directory: str) -> list[str]:
         raise CheckpointError(message(f"{directory} cannot be opened: {error.strerror}")) from error
 
 
-def _from_directory(directory: str, opener: Opener) -> dict[str, TensorInfo]:
+def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
     names = _listing(directory)
     base = directory.rstrip("/") or "/"
     if INDEX in names:
-        return _from_index(f"{base}/{INDEX}", opener)
+        return _from_index(f"{base}/{INDEX}", files)
     if SINGLE in names:
-        return _header_of(f"{base}/{SINGLE}", opener)
+        return _header_of(f"{base}/{SINGLE}", files)
     indices = [n for n in names if n.endswith(INDEX_SUFFIX)]
     singles = [n for n in names if n.endswith(SUFFIX)]
     if len(indices) == 1:
-        return _from_index(f"{base}/{indices[0]}", opener)
+        return _from_index(f"{base}/{indices[0]}", files)
     if len(singles) == 1 and not indices:
-        return _header_of(f"{base}/{singles[0]}", opener)
+        return _header_of(f"{base}/{singles[0]}", files)
     if not singles:
         raise CheckpointError(
             message(f"{directory} holds no checkpoint: neither {INDEX} nor {SINGLE} nor another {SUFFIX} file is in it")
@@ -142,13 +135,13 @@ def _from_directory(directory: str, opener: Opener) -> dict[str, TensorInfo]:
     )
 
 
-def find_tensors(path: str, opener: Opener = open_source) -> Mapping[str, TensorInfo]:
+def find_tensors(path: str, files: Files) -> Mapping[str, TensorInfo]:
     """All tensors of a checkpoint, by name; see `read_header`."""
     if path.endswith(INDEX_SUFFIX):
-        return _from_index(path, opener)
+        return _from_index(path, files)
     if os.path.isdir(path):
-        return _from_directory(path, opener)
-    return _header_of(path, opener)
+        return _from_directory(path, files)
+    return _header_of(path, files)
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
@@ -173,4 +166,5 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         >>> info.shape, info.dtype, info.stop - info.start
         ((2, 3), dtype('float32'), 24)
     """
-    return dict(find_tensors(os.fspath(path)))
+    with Files() as files:
+        return dict(find_tensors(os.fspath(path), files))

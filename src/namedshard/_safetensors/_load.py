@@ -1,30 +1,281 @@
 """`load_safetensors`: from bytes to the final placement in one step."""
 
-import collections
-import concurrent.futures
-import dataclasses
-import math
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from namedshard import _moves as moves
-from namedshard._best_effort import best_effort_spec
-from namedshard._errors import MissingTensorError, NarrowingError, NoMeshError, did_you_mean, message
-from namedshard._leaves import Leaf, is_array_like, named_leaves
-from namedshard._mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
-from namedshard._mesh import MeshLike, manual_axes, resolve_mesh
-from namedshard._place import check_memory_kind
-from namedshard._plan import plan_leaves
-from namedshard._safetensors._header import TensorInfo
+from namedshard._errors import NarrowingError, at, message
+from namedshard._mapping import MappingLike, Policy
+from namedshard._mesh import MeshLike
 from namedshard._safetensors._index import find_tensors
-from namedshard._safetensors._layout import Bounds, Part, boxes_in, leaf_view
-from namedshard._safetensors._names import Names, Tensor, tensors_of
-from namedshard._safetensors._ranges import Chunk, chunks, joined, run_offsets
-from namedshard._safetensors._source import Opener, Source, open_source
+from namedshard._safetensors._layout import Bounds, boxes_in
+from namedshard._safetensors._names import Names
+from namedshard._safetensors._progress import Progress, reporting
+from namedshard._safetensors._ranges import Habits, chunks, joined
+from namedshard._safetensors._reader import Job, Read, Shard, run, within
+from namedshard._safetensors._sizes import parse_size
+from namedshard._safetensors._source import Files, Opener, open_source
+from namedshard._safetensors._targets import DTypes, Missing, Narrow, Target, Unexpected, targets_of
+
+
+def _local_bounds(target: Target) -> list[Bounds]:
+    """The distinct shards of a leaf that this process's devices need."""
+    if target.sharding is None:
+        return [tuple((0, n) for n in target.shape)]
+    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
+    return list(dict.fromkeys(moves.bounds_of(index or (), target.shape) for index in indices))
+
+
+def _nbytes(target: Target, bounds: Bounds) -> int:
+    size = target.dtype.itemsize
+    for lo, hi in bounds:
+        size *= hi - lo
+    return size
+
+
+def _batches(targets: Sequence[Target], limit: int | None) -> Iterator[list[tuple[Target, Bounds]]]:
+    """Shards to read together: all of them, or as many as fit in host memory until they are on their devices."""
+    batch: list[tuple[Target, Bounds]] = []
+    held = 0
+    for target in targets:
+        for bounds in _local_bounds(target):
+            size = _nbytes(target, bounds)
+            if batch and limit is not None and held + size > limit:
+                yield batch
+                batch, held = [], 0
+            batch.append((target, bounds))
+            held += size
+    yield batch
+
+
+def _jobs(batch: Sequence[tuple[Target, Shard]], habits: Callable[[str], Habits]) -> Iterator[tuple[str, Job]]:
+    by_target: dict[int, tuple[Target, list[Shard]]] = {}
+    for target, shard in batch:
+        by_target.setdefault(target.index, (target, []))[1].append(shard)
+    for target, shards in by_target.values():
+        for origin in target.origins:
+            pieces = [(box, shard) for shard in shards for box in boxes_in(origin.part, shard.bounds)]
+            info, boxes = origin.info, [box for box, _ in pieces]
+            for chunk in chunks(origin.part, boxes, info.dtype.itemsize, info.start, habits(info.file)):
+                wanted = tuple(pieces[i] for i in chunk.pieces)
+                yield info.file, Job(chunk, origin.part, origin.name, info.dtype, origin.scale, wanted)
+
+
+def _reads(batch: Sequence[tuple[Target, Shard]], files: Files, budget: int) -> list[Read]:
+    def habits(file: str) -> Habits:
+        return within(files[file].habits, budget)
+
+    by_file: dict[str, list[Job]] = {}
+    for file, job in _jobs(batch, habits):
+        by_file.setdefault(file, []).append(job)
+    out: list[Read] = []
+    for file, jobs in by_file.items():
+        single = [job for job in jobs if not job.chunk.outer]
+        single.sort(key=lambda job: (job.chunk.start, job.chunk.stop))
+        for group in joined([(job.chunk.start, job.chunk.stop) for job in single], habits(file)):
+            together = tuple(single[i] for i in group)
+            stop = max(job.chunk.stop for job in together)
+            out.append(Read(files[file], together[0].chunk.start, stop, together))
+        out += [Read(files[file], j.chunk.start, j.chunk.stop, (j,)) for j in jobs if j.chunk.outer]
+    return sorted(out, key=lambda read: (read.source.name, read.start))
+
+
+def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
+    found: dict[tuple[str, str, str], tuple[Any, Any]] = {}
+    for target, shard in batch:
+        for name, (low, high) in shard.unfit.items():
+            key = (target.path, name, str(target.dtype))
+            seen = found.get(key, (low, high))
+            found[key] = (min(low, seen[0]), max(high, seen[1]))
+    if found:
+        lines = [
+            f"{at(path)}: tensor {name!r}: values from {low} to {high} do not fit {dtype}"
+            for (path, name, dtype), (low, high) in found.items()
+        ]
+        raise NarrowingError(
+            message(
+                f"{len(lines)} tensors hold values that do not fit",
+                lines,
+                fix="pass a wider dtype=, or enable 64-bit types",
+            )
+        )
+
+
+class _Assembly:
+    """Shards that are read, until their leaf is complete."""
+
+    def __init__(self, targets: Sequence[Target]):
+        self.results: dict[int, jax.Array] = {}
+        self._missing = {t.index: len(_local_bounds(t)) for t in targets}
+        self._pieces: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
+
+    def add(self, target: Target, bounds: Bounds, piece: Any) -> None:
+        """One more shard: its memory, or the arrays that it has become on its devices."""
+        pieces = self._pieces[target.index]
+        pieces[bounds] = piece
+        if len(pieces) < self._missing[target.index]:
+            return
+        del self._pieces[target.index]
+        if isinstance(piece, np.ndarray):
+            result = moves.from_pieces(target.shape, target.dtype, target.sharding, pieces)
+        else:
+            result = moves.from_device_pieces(target.shape, target.sharding, [a for p in pieces.values() for a in p])
+        self.results[target.index] = result
+
+
+def _load(targets: Sequence[Target], files: Files, budget: int, progress: Progress) -> dict[int, jax.Array]:
+    # Where the devices' memory is this host's, the buffers that are read into become the shards.
+    staged = not all(moves.in_host_memory(t.sharding) for t in targets)
+    assembly = _Assembly(targets)
+    total = sum(_nbytes(t, bounds) for t in targets for bounds in _local_bounds(t))
+    in_flight: list[Any] = []
+    with reporting(progress, total, "loading") as tell:
+        for wanted in _batches(targets, budget // 4 if staged else None):
+            batch = [
+                (t, Shard(bounds, moves.aligned_empty(tuple(hi - lo for lo, hi in bounds), t.dtype), t.check))
+                for t, bounds in wanted
+            ]
+            reads = _reads(batch, files, budget // 2)
+            run(reads, max((r.source.habits.threads for r in reads), default=1), tell)
+            _raise_unfit(batch)
+            placed: list[Any] = []
+            for target, shard in batch:
+                piece = shard.array
+                if staged:
+                    piece = moves.onto_devices(target.shape, target.sharding, shard.bounds, piece)
+                    placed += piece
+                assembly.add(target, shard.bounds, piece)
+            jax.block_until_ready(in_flight)
+            in_flight = placed
+    jax.block_until_ready(in_flight)
+    return assembly.results
+
+
+def load_with(
+    opener: Opener,
+    path: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    mapping: MappingLike | None,
+    mesh: MeshLike | None,
+    names: Names | None,
+    dtype: DTypes,
+    memory_kind: str | None,
+    indivisible: Policy | None,
+    missing: Missing,
+    unexpected: Unexpected,
+    narrow: Narrow,
+    budget: int | str,
+    progress: Progress,
+) -> PyTree:
+    """`load_safetensors` from any source of bytes."""
+    where = os.fspath(path)
+    limit = parse_size(budget, "budget")
+    with Files(opener) as files:
+        found = find_tensors(where, files)
+        targets = targets_of(
+            like,
+            found,
+            path=where,
+            mapping=mapping,
+            mesh=mesh,
+            names=names,
+            dtype=dtype,
+            memory_kind=memory_kind,
+            indivisible=indivisible,
+            missing=missing,
+            unexpected=unexpected,
+            narrow=narrow,
+        )
+        results = _load(targets, files, limit, progress) if targets else {}
+    leaves, treedef = jax.tree_util.tree_flatten(like)
+    return jax.tree_util.tree_unflatten(treedef, [results.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def load_safetensors(
+    path: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    names: Names | None = None,
+    dtype: DTypes = None,
+    memory_kind: str | None = None,
+    indivisible: Policy | None = None,
+    missing: Missing = "error",
+    unexpected: Unexpected = "warn",
+    narrow: Narrow = "error",
+    budget: int | str = "1GiB",
+    progress: Progress = None,
+) -> PyTree:
+    """Load a safetensors checkpoint from its bytes straight to the final placement.
+
+    Each process reads only the byte ranges that its own devices need, into the shards themselves. Everything that can
+    be known to fail fails before the first tensor is read.
+
+    Args:
+        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them.
+        like: A tree of arrays or ``jax.ShapeDtypeStruct``s (from ``equinox.filter_eval_shape``, say) of any shapes; gives
+            structure, axis names, dtypes, and all that is no array.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A ``jax.sharding.Mesh``; the context's by default. Leaves that the mapping says nothing about because
+            they have no names, and all leaves where there is no mapping, are placed by `best_effort_sharding`; without
+            a mesh, arrays go where an abstract leaf's own sharding says, or to the default device.
+        names: Leaf path to tensor name, as a dict or a function (None: the default); a leaf's value may also be a list
+            of names, one for each index of its first dimension. By default, names and layouts are those of Haliax's
+            state dicts: stacked layers are one tensor per layer, ``Linear`` axes are flattened.
+        dtype: A dtype for all leaves of its kind (floating, integer, complex), or leaf path to dtype as a dict or a
+            function of leaf path and the file's dtype. By default those of ``like``.
+        memory_kind: ``"device"``, ``"pinned_host"``, ...; None is the devices' own memory.
+        indivisible: Overrides the mapping's policy for axes that do not divide: ``"error"`` or ``"replicate"``.
+        missing: ``"error"``, or ``"keep"`` to leave a leaf without tensor as it is in ``like``.
+        unexpected: ``"error"``, ``"warn"`` or ``"ignore"`` tensors that are for no leaf.
+        narrow: ``"error"`` for 64-bit tensors that JAX would narrow and integers that a smaller type may not hold, or
+            ``"fit"`` to take them if every value fits. What ``dtype`` asks for needs no leave, but integers must fit.
+        budget: Host memory, in bytes or as in ``"1GiB"``, for buffers and for shards on their way to accelerators.
+        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is told the
+            bytes done and in all.
+
+    Returns:
+        A tree like ``like`` with its arrays in place.
+
+    Raises:
+        CheckpointError: A file is missing or no regular file, or ``names`` does not fit the tree.
+        HeaderError: A file or index is cut off, or does not describe its own contents.
+        MissingTensorError: Tensors are missing, unexpected, or of other shapes; all are listed.
+        NarrowingError: Values would be narrowed; all tensors are listed.
+        PlanError: The tree cannot be sharded so; see `plan`.
+        MemoryKindError: The devices do not offer the memory kind.
+
+    Examples:
+        >>> import haliax as hax, jax, numpy as np, tempfile, namedshard as ns
+        >>> from safetensors.numpy import save_file
+        >>> like = {"w": hax.NamedArray(jax.ShapeDtypeStruct((8, 4), "float32"), (hax.Axis("mlp", 8), hax.Axis("embed", 4)))}
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+        >>> with tempfile.TemporaryDirectory() as d:
+        ...     save_file({"w": np.arange(32, dtype=np.float32).reshape(8, 4)}, f"{d}/model.safetensors")
+        ...     tree = ns.load_safetensors(d, like, mapping={"mlp": "model"}, mesh=mesh)
+        >>> float(tree["w"].array[7, 3]), tuple(tree["w"].array.sharding.spec)
+        (31.0, ('model', None))
+    """
+    return load_with(
+        open_source,
+        path,
+        like,
+        mapping=mapping,
+        mesh=mesh,
+        names=names,
+        dtype=dtype,
+        memory_kind=memory_kind,
+        indivisible=indivisible,
+        missing=missing,
+        unexpected=unexpected,
+        narrow=narrow,
+        budget=budget,
+        progress=progress,
+    )

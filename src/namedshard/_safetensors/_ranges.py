@@ -23,14 +23,15 @@ SHORT_RUN = 32 * 1024
 class Habits:
     """What suits a kind of source: how large a read is, when to join neighbours, when to read whole rows."""
 
+    threads: int
     read_bytes: int
     join_below: int
     max_runs: int
     row_bytes: int
 
 
-LOCAL = Habits(read_bytes=4 << 20, join_below=64 << 10, max_runs=16384, row_bytes=4096)
-REMOTE = Habits(read_bytes=16 << 20, join_below=16 << 20, max_runs=64, row_bytes=16 << 20)
+LOCAL = Habits(threads=4, read_bytes=4 << 20, join_below=64 << 10, max_runs=16384, row_bytes=4096)
+REMOTE = Habits(threads=16, read_bytes=16 << 20, join_below=16 << 20, max_runs=64, row_bytes=16 << 20)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

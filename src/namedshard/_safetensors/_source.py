@@ -78,3 +78,24 @@ def open_source(name: str) -> Source:
         CheckpointError: It cannot be opened, or is no regular file.
     """
     return LocalFile(name)
+
+
+class Files:
+    """Files that stay open together, so that what was checked is what is read, whatever takes their names meanwhile."""
+
+    def __init__(self, opener: Opener = open_source):
+        self._opener = opener
+        self._open: dict[str, Source] = {}
+
+    def __getitem__(self, name: str) -> Source:
+        """The open file of that name."""
+        if name not in self._open:
+            self._open[name] = self._opener(name)
+        return self._open[name]
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for source in self._open.values():
+            source.close()

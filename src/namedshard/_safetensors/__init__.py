@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors files to arrays in place, and back."""

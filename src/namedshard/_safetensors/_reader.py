@@ -1,0 +1,201 @@
+"""EFFECTS. Carries out reads: several threads, each from the file straight into the shards where the bytes allow it."""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+
+from namedshard._safetensors._layout import Bounds, Part, leaf_view
+from namedshard._safetensors._ranges import Chunk, Habits, run_offsets
+from namedshard._safetensors._source import Source
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Shard:
+    """A shard to fill: where it lies in its leaf, and its memory. ``unfit`` collects values that do not fit its dtype."""
+
+    bounds: Bounds
+    array: np.ndarray
+    check: bool
+    unfit: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict[str, tuple[Any, Any]])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One chunk of one tensor, and the shards that its pieces belong to."""
+
+    chunk: Chunk
+    part: Part
+    name: str
+    dtype: np.dtype[Any]
+    scale: float
+    pieces: tuple[tuple[Bounds, Shard], ...]
+
+    def plain(self, shard: Shard) -> bool:
+        """True if the file's bytes are the shard's."""
+        return self.scale == 1 and self.dtype == shard.array.dtype and self.dtype != np.bool_
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """One stretch of a file, and the jobs whose chunks lie in it."""
+
+    source: Source
+    start: int
+    stop: int
+    jobs: tuple[Job, ...]
+
+
+def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
+    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return out if all(lo < hi for lo, hi in out) else None
+
+
+def _within(box: Bounds, outer: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True))
+
+
+def _view(part: Part, box: Bounds, shard: Shard) -> np.ndarray:
+    return leaf_view(part, box, shard.array, [lo for lo, _ in shard.bounds])
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: Shard) -> None:
+    if job.dtype == np.bool_:
+        source = source.view(np.uint8) != 0
+    if job.scale != 1:
+        source = (source.astype(np.float64) / job.scale).astype(job.dtype)
+    if shard.check:
+        _check(job, source, shard)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(into, source, casting="unsafe")
+
+
+def _check(job: Job, source: np.ndarray, shard: Shard) -> None:
+    kind = shard.array.dtype
+    if source.dtype.kind == "f":
+        finite = source[np.isfinite(source)]
+        if not finite.size:
+            return
+        low, high = finite.min(), finite.max()
+        with np.errstate(over="ignore"):
+            fits = np.isfinite(low.astype(kind)) and np.isfinite(high.astype(kind))
+    else:
+        low, high = source.min(), source.max()
+        info = np.iinfo(kind)
+        fits = int(info.min) <= int(low) and int(high) <= int(info.max)
+    if not fits:
+        seen = shard.unfit.get(job.name, (low, high))
+        shard.unfit[job.name] = (min(low, seen[0]), max(high, seen[1]))
+
+
+def _direct(job: Job) -> np.ndarray | None:
+    """The shard's own memory for a chunk, run by run, if its bytes can be read there; its runs are the first axis."""
+    chunk = job.chunk
+    if len(job.pieces) != 1 or chunk.rows:
+        return None
+    box, shard = job.pieces[0]
+    if _overlap(box, chunk.box) != chunk.box or not job.plain(shard):
+        return None
+    view = _view(job.part, chunk.box, shard)
+    expected = view.itemsize
+    for size, stride in zip(reversed(view.shape[chunk.outer :]), reversed(view.strides[chunk.outer :]), strict=True):
+        if size != 1 and stride != expected:
+            return None
+        expected *= size
+    return view
+
+
+class Scratch(threading.local):
+    """One buffer per thread, used again for each read."""
+
+    buffer: np.ndarray | None = None
+
+    def get(self, nbytes: int) -> np.ndarray:
+        """The first ``nbytes`` of it."""
+        if self.buffer is None or self.buffer.nbytes < nbytes:
+            self.buffer = np.empty(nbytes, np.uint8)
+        return self.buffer[:nbytes]
+
+
+def _deliver(job: Job, source: np.ndarray) -> None:
+    for box, shard in job.pieces:
+        shared = _overlap(box, job.chunk.box)
+        if shared is not None:
+            _convert(job, source[_within(shared, job.chunk.box)], _view(job.part, shared, shard), shard)
+
+
+def _strided(job: Job, raw: np.ndarray) -> np.ndarray:
+    """A chunk's box in the bytes of its whole span."""
+    itemsize = job.dtype.itemsize
+    shape = [hi - lo for lo, hi in job.chunk.box]
+    strides = [atom.stride * itemsize for atom in job.part.atoms]
+    flat = raw[: len(raw) // itemsize * itemsize].view(job.dtype)
+    return np.lib.stride_tricks.as_strided(flat, shape, strides)
+
+
+def _run(read: Read, scratch: Scratch) -> int:
+    """Read and deliver; returns the bytes read."""
+    if len(read.jobs) > 1:
+        raw = scratch.get(read.stop - read.start)
+        read.source.read(read.start, memoryview(raw))
+        for job in read.jobs:
+            at = job.chunk.start - read.start
+            _deliver(job, _strided(job, raw[at : at + job.chunk.stop - job.chunk.start]))
+        return read.stop - read.start
+    (job,) = read.jobs
+    chunk = job.chunk
+    if chunk.rows or not chunk.outer:
+        view = _direct(job)
+        if view is not None:
+            read.source.read(chunk.start, _bytes_of(view))
+        else:
+            raw = scratch.get(chunk.stop - chunk.start)
+            read.source.read(chunk.start, memoryview(raw))
+            _deliver(job, _strided(job, raw))
+        return chunk.stop - chunk.start
+    offsets = run_offsets(job.part, chunk, job.dtype.itemsize)
+    view = _direct(job)
+    if view is None:
+        packed = scratch.get(chunk.nbytes)
+        lines = memoryview(packed)
+        for i, offset in enumerate(offsets):
+            read.source.read(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
+        shape = [hi - lo for lo, hi in chunk.box]
+        _deliver(job, packed.view(job.dtype).reshape(shape))
+    elif view.flags.c_contiguous:
+        lines = _bytes_of(view)
+        for i, offset in enumerate(offsets):
+            read.source.read(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
+    else:
+        for index, offset in zip(np.ndindex(*view.shape[: chunk.outer]), offsets, strict=True):
+            read.source.read(offset, _bytes_of(view[index]))
+    return chunk.nbytes
+
+
+def run(reads: Sequence[Read], threads: int, done: Callable[[int], None]) -> None:
+    """Carry out all reads; ``done`` is told the bytes of each. The first error ends it."""
+    scratch = Scratch()
+
+    def one(read: Read) -> None:
+        done(_run(read, scratch))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="namedshard-read") as pool:
+        futures = [pool.submit(one, read) for read in reads]
+        finished, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
+    for future in finished:
+        future.result()
+
+
+def within(habits: Habits, budget: int) -> Habits:
+    """The same habits with reads so small that the buffers of all threads stay within a budget."""
+    fitting = max(64 << 10, budget // (2 * habits.threads))
+    return dataclasses.replace(habits, read_bytes=min(habits.read_bytes, fitting))

@@ -1,0 +1,649 @@
+"""What `explain` says: the whole table, why each candidate lost, where things are, routes, lints, JSON, HTML, colour."""
+
+import io
+import json
+import re
+import warnings
+from html.parser import HTMLParser
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from rich.console import Console
+
+import namedshard as ns
+
+P = PartitionSpec
+DEVICES = np.array(jax.devices()[:8])
+MESH = Mesh(DEVICES.reshape(2, 4), ("data", "model"))
+ABSTRACT = AbstractMesh((2, 4), ("data", "model"))
+VOCAB = {"vocab": ns.first("model", "data", None), "inner": "model", "mlp": "model"}
+
+
+def named(dtype: str = "float32", **axes: int) -> hax.NamedArray:
+    """An abstract array with these axes."""
+    struct = jax.ShapeDtypeStruct(tuple(axes.values()), dtype)
+    return hax.NamedArray(struct, tuple(hax.Axis(name, size) for name, size in axes.items()))
+
+
+def full(**axes: int) -> hax.NamedArray:
+    """A concrete array with these axes."""
+    return hax.named(jnp.arange(float(np.prod([*axes.values()]))).reshape(tuple(axes.values())), tuple(axes))
+
+
+def transformer(layers: int = 6) -> dict[str, Any]:
+    """A small model with repeated layers."""
+    return {
+        "words": named(vocab=30522, embed=384),
+        "layers": [
+            {
+                "attention": {"query": {"weight": named(inner=384, embed=384), "bias": named(inner=384)}},
+                "mlp": {"weight": named("bfloat16", mlp=1536, embed=384)},
+            }
+            for _ in range(layers)
+        ],
+        "norm": named(embed=384),
+    }
+
+
+# --- the whole table --------------------------------------------------------------------------------------------------
+
+AT_140 = """\
+leaf                                                 axes                    spec              dtype     per device  now       route
+───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+['layers'][0..5]['attention']['query']['bias'] ×6    inner=384               P('model')        float32        384 B  abstract  annotate
+['layers'][0..5]['attention']['query']['weight'] ×6  inner=384, embed=384    P('model', None)  float32      144 KiB  abstract  annotate
+['layers'][0..5]['mlp']['weight'] ×6                 mlp=1536, embed=384     P('model', None)  bfloat16     288 KiB  abstract  annotate
+['norm']                                             embed=384               P(None)           float32      1.5 KiB  abstract  annotate
+['words']                                            vocab=30522, embed=384  P('data', None)   float32     22.4 MiB  abstract  annotate
+  vocab → 'data' by first('model', 'data', None): 'model' is indivisible (30522 = 4*7630 + 2)
+
+20 leaves, 54.8 MiB; on each of 8 devices 24.9 MiB, of which 1.5 KiB replicated
+mesh 'data'=2, 'model'=4; no rule for embed"""
+
+AT_120 = """\
+leaf                                                 axes                    spec              dtype     per device
+───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+['layers'][0..5]['attention']['query']['bias'] ×6    inner=384               P('model')        float32        384 B
+['layers'][0..5]['attention']['query']['weight'] ×6  inner=384, embed=384    P('model', None)  float32      144 KiB
+['layers'][0..5]['mlp']['weight'] ×6                 mlp=1536, embed=384     P('model', None)  bfloat16     288 KiB
+['norm']                                             embed=384               P(None)           float32      1.5 KiB
+['words']                                            vocab=30522, embed=384  P('data', None)   float32     22.4 MiB
+  vocab → 'data' by first('model', 'data', None): 'model' is indivisible (30522 = 4*7630 + 2)
+
+all leaves: now abstract, route annotate
+20 leaves, 54.8 MiB; on each of 8 devices 24.9 MiB, of which 1.5 KiB replicated
+mesh 'data'=2, 'model'=4; no rule for embed"""
+
+AT_80 = """\
+leaf                                   axes                           per device
+────────────────────────────────────────────────────────────────────────────────
+['layers'][0..5]['attention']          inner=384 → model                   384 B
+  ['query']['bias'] ×6
+['layers'][0..5]['attention']          inner=384 → model, embed=384      144 KiB
+  ['query']['weight'] ×6
+['layers'][0..5]['mlp']['weight'] ×6   mlp=1536 → model, embed=384       288 KiB
+['norm']                               embed=384                         1.5 KiB
+['words']                              vocab=30522 → data, embed=384    22.4 MiB
+  vocab → 'data' by first('model', 'data', None): 'model' is indivisible
+    (30522 = 4*7630 + 2)
+
+all leaves: now abstract, route annotate
+20 leaves, 54.8 MiB; on each of 8 devices 24.9 MiB, of which 1.5 KiB replicated
+mesh 'data'=2, 'model'=4; no rule for embed"""
+
+
+@pytest.mark.parametrize(("width", "table"), [(140, AT_140), (120, AT_120), (80, AT_80)])
+def test_the_whole_table(width: int, table: str) -> None:
+    explanation = ns.explain(transformer(), VOCAB, ABSTRACT)
+    assert explanation.table(width) == table
+
+
+def test_str_is_as_wide_as_the_terminal_and_120_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    explanation = ns.explain(transformer(), VOCAB, ABSTRACT)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(explanation) == AT_80
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setattr("os.get_terminal_size", lambda _: (_ for _ in ()).throw(OSError))
+    assert str(explanation) == AT_120
+    assert repr(explanation) == "<Explanation of 20 leaves on mesh 'data'=2, 'model'=4: 0 problems>"
+
+
+PROBLEMS = """\
+leaf           axes               spec  dtype    per device  now                   route
+───────────────────────────────────────────────────────────────────────────────────────────
+['busy']       heads=8, kv=8      -     float32           -  cpu:0, uncommitted    error
+  axes heads and kv are both mapped to mesh axis 'model'
+['candidate']  batch=3            -     float32           -  cpu:0, uncommitted    error
+  no candidate of first('data', 'model') fits axis batch=3: 'data' is indivisible (3 = 2*1 + 1); 'model' is
+    indivisible (3 = 4*0 + 3)
+['lost']       mlp=8, embed=4     -     float32           -  cpu:0, uncommitted    error
+  axis mlp=8 is mapped to 'modle', but the mesh has 'data'=2, 'model'=4 (did you mean 'model'?)
+['odd']        vocab=17, embed=4  -     float32           -  cpu:0, uncommitted    error
+  axis vocab=17 is not divisible by mesh axis 'model'=4 (17 = 4*4 + 1)
+['plain']      (5,)               -     int64          40 B  host                  left
+['scalar']     scalar             P()   float32         4 B  cpu:0, uncommitted    from host
+
+6 leaves, 544 B; on each of 8 devices 4 B, of which 4 B replicated
+1 leaf is left as it is (40 B)
+2 leaves are no array
+mesh 'data'=2, 'model'=4; no rule for embed
+4 of 6 leaves cannot be placed
+fix: map the axis to a mesh axis that exists, or use first(..., None)
+fix: map one of the two axes to None or to another mesh axis, or use first(...) to let it give way
+fix: end the candidates with None to leave the axis unsharded when nothing fits
+fix: pad the axis to 20, or pass indivisible="replicate"
+! mapping key 'hads' matches no axis (did you mean 'heads'?)
+! mapping key 'seq' matches no axis (the axes are heads, kv, batch, mlp, embed, vocab)
+! the rule for mlp ('modle') names mesh axis 'modle', but the mesh has 'data'=2, 'model'=4 (did you mean 'model'?)
+! mesh axis 'data'=2 splits no leaf"""
+
+
+def test_problems_are_shown_not_raised() -> None:
+    tree = {
+        "odd": full(vocab=17, embed=4),
+        "lost": full(mlp=8, embed=4),
+        "busy": full(heads=8, kv=8),
+        "candidate": full(batch=3),
+        "scalar": full(),
+        "plain": np.zeros(5, np.int64),
+        "number": 3.0,
+        "name": "x",
+    }
+    mapping = {
+        "hads": None,
+        "seq": "data",
+        "vocab": "model",
+        "mlp": "modle",
+        "heads": "model",
+        "kv": "model",
+        "batch": ns.first("data", "model"),
+    }
+    explanation = ns.explain(tree, mapping, MESH)
+    assert explanation.table(120) == PROBLEMS, explanation.table(120)
+    assert not explanation.ok
+    with pytest.raises(ns.PlanError):
+        ns.plan(tree, mapping, MESH)
+
+
+def test_a_tree_that_is_one_array_and_one_that_is_empty() -> None:
+    assert ns.explain(named(mlp=8), {"mlp": "model"}, ABSTRACT).table(80).splitlines()[2].startswith("(root)  mlp=8 ")
+    assert ns.explain({}, {"mlp": "model"}, ABSTRACT).table(80) == (
+        "0 leaves, 0 B; on each of 8 devices 0 B, of which 0 B replicated\n"
+        "mesh 'data'=2, 'model'=4\n"
+        "! mapping key 'mlp' matches no axis: no leaf has axis names"
+    )
+
+
+def test_context_errors_are_raised() -> None:
+    with pytest.raises(ns.NoMappingError):
+        ns.explain(transformer(), None, ABSTRACT)
+    with pytest.raises(ns.NoMeshError):
+        ns.explain(transformer(), VOCAB)
+    with pytest.raises(ns.MemoryKindError):
+        ns.explain(transformer(), VOCAB, MESH, memory_kind="vmem")
+    with jax.set_mesh(MESH), ns.axis_mapping(VOCAB):
+        assert ns.explain(transformer()).table(80) == AT_80
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(width=st.integers(10, 200), all=st.booleans(), problems=st.booleans())
+def test_no_width_breaks_a_word(width: int, all: bool, problems: bool) -> None:
+    mapping = {**VOCAB, "vocab": "model"} if problems else VOCAB
+    explanation = ns.explain(transformer(3), mapping, ABSTRACT)
+    table = explanation.table(width, all=all)
+    words = set(table.split())
+    for word in ("['words']", "['attention']", "vocab=30522", "abstract", "annotate", "indivisible", "(30522", "22.4"):
+        if word in explanation.table(1000, all=all):
+            assert any(w.strip(",;").endswith(word) or word in w for w in words), (word, table)
+    too_long = [line for line in table.splitlines() if len(line) > width]
+    assert width < 60 or not too_long, table
+
+
+# --- rows alike -------------------------------------------------------------------------------------------------------
+
+
+def paths(tree: Any, mapping: Any = VOCAB, mesh: Any = ABSTRACT, all: bool = False) -> list[str]:
+    """The first column of the table."""
+    lines = ns.explain(tree, mapping, mesh).table(300, all=all).splitlines()[2:]
+    return [re.split(r"  +", line)[0] for line in lines[: lines.index("")] if not line.startswith(" ")]
+
+
+def test_rows_alike_become_one() -> None:
+    layers = [{"w": named(mlp=8)} for _ in range(6)]
+    assert paths({"layers": layers}) == ["['layers'][0..5]['w'] ×6"]
+    assert paths({"layers": layers}, all=True) == [f"['layers'][{i}]['w']" for i in range(6)]
+    assert paths({"layers": layers[:1]}) == ["['layers'][0]['w']"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        named(mlp=16),
+        named("bfloat16", mlp=8),
+        named(up=8),
+        full(mlp=8),
+        ns.with_mapping(named(mlp=8), {"mlp": None}),
+        jax.ShapeDtypeStruct((8,), "float32"),
+        named(mlp=7),
+    ],
+    ids=["size", "dtype", "axis", "placement", "mapping", "plain", "problem"],
+)
+def test_a_row_that_differs_in_anything_stands_alone(other: Any) -> None:
+    tree = [named(mlp=8), named(mlp=8), other, named(mlp=8), named(mlp=8), named(mlp=8)]
+    assert paths(tree) == ["[0..1,3..5] ×5", "[2]"]
+
+
+def test_two_indices_collapse_together() -> None:
+    blocks = [{"layers": [named(mlp=8) for _ in range(3)]} for _ in range(4)]
+    assert paths(blocks) == ["[0..3]['layers'][0..2] ×12"]
+    blocks[1]["layers"][1] = named(mlp=16)
+    assert paths(blocks) == ["[0,2..3]['layers'][0..2] ×9", "[1]['layers'][0,2] ×2", "[1]['layers'][1]"]
+
+
+def test_several_mesh_axes_and_memory_kind_are_shown() -> None:
+    line = ns.explain([named(mlp=8)], {"mlp": ("data", "model")}, ABSTRACT, memory_kind="pinned_host").table(200)
+    assert "P(('data', 'model')) pinned_host" in line
+    narrow = ns.explain([named(mlp=8, embed=4)], {"mlp": ("data", "model")}, ABSTRACT).table(60)
+    assert "mlp=8 → data × model" in narrow.replace("\n", "")
+
+
+# --- why --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        ({"mlp": "model"}, ()),
+        ({"mlp": ns.first("model", None)}, ()),
+        ({"mlp": ns.first("pod", "model")}, ("mlp → 'model' by first('pod', 'model'): 'pod' is absent",)),
+        (
+            {"embed": "model", "mlp": ns.first("model", ("data", "model"), None)},
+            (
+                "mlp is left whole by first('model', ('data', 'model'), None): 'model' is busy (axis embed has it);"
+                " ('data', 'model') is busy (axis embed has it)",
+            ),
+        ),
+        (
+            {"odd": ns.first(("data", "model"), "data", None)},
+            (
+                "odd is left whole by first(('data', 'model'), 'data', None): ('data', 'model') is indivisible"
+                " (7 = 8*0 + 7); 'data' is indivisible (7 = 2*3 + 1)",
+            ),
+        ),
+        (
+            ns.AxisMapping({"odd": "model"}, indivisible="replicate"),
+            ("odd is left whole: 'model' is indivisible (7 = 4*1 + 3)",),
+        ),
+    ],
+)
+def test_why(mapping: Any, said: tuple[str, ...]) -> None:
+    row = ns.explain(named(mlp=8, embed=8, odd=7), mapping, ABSTRACT).rows[0]
+    assert (row.why, row.problems) == (said, ())
+
+
+def test_an_array_with_its_own_mapping_says_so() -> None:
+    row = ns.explain(ns.with_mapping(named(mlp=8), {"mlp": "data"}), {"mlp": "model"}, ABSTRACT).rows[0]
+    assert row.plan.spec == P("data")
+    assert row.why == ("carries its own mapping {'mlp': 'data'}",)
+
+
+def test_inside_shard_map_the_manual_axes_are_left_out() -> None:
+    seen: list[ns.Explanation] = []
+
+    def local(x: jax.Array) -> jax.Array:
+        mapping = ns.AxisMapping({"b": ns.first(("data", "model"), "data"), "f": "model"}, indivisible="replicate")
+        seen.append(ns.explain(hax.named(x, ("b", "f")), mapping))
+        return x
+
+    with jax.set_mesh(MESH):
+        jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}))(jnp.zeros((6, 3)))
+    (row,) = seen[0].rows
+    assert (row.now, row.route, row.plan.spec) == ("traced", "traced", P(None, None))
+    assert row.why == (
+        "b is left whole by first(('data', 'model'), 'data'): ('data', 'model') is indivisible (3 = 4*0 + 3)",
+        "f is left whole: 'model' is indivisible (3 = 4*0 + 3)",
+    )
+    assert [lint.text for lint in seen[0].lints] == ["mesh axis 'model'=4 splits no leaf"]
+
+
+# --- now and route ----------------------------------------------------------------------------------------------------
+
+REVERSED = Mesh(DEVICES[::-1].reshape(2, 4), ("data", "model"))
+OTHER = Mesh(DEVICES[:4], ("x",))
+EXPLICIT = Mesh(DEVICES.reshape(2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def put(sharding: Any) -> hax.NamedArray:
+    return hax.NamedArray(jax.device_put(np.arange(8.0, dtype=np.float32), sharding), (hax.Axis("mlp", 8),))
+
+
+def placements() -> dict[str, tuple[hax.NamedArray, str, str]]:
+    """(array, now, route) for a mapping of mlp to 'model' on MESH."""
+    mlp = (hax.Axis("mlp", 8),)
+    return {
+        "host": (hax.NamedArray(np.zeros(8, np.float32), mlp), "host", "from host"),
+        "uncommitted": (hax.NamedArray(jnp.zeros(8), mlp), "cpu:0, uncommitted", "from host"),
+        "one device": (put(DEVICES[3]), "cpu:3", "device_put"),
+        "single device": (put(SingleDeviceSharding(DEVICES[2])), "cpu:2", "device_put"),
+        "in place": (put(NamedSharding(MESH, P("model"))), "P('model')", "keep"),
+        "elsewhere": (put(NamedSharding(MESH, P("data"))), "P('data')", "constrain"),
+        "other order": (
+            put(NamedSharding(REVERSED, P("model"))),
+            "P('model') in another device order",
+            "device_put",
+        ),
+        "other mesh": (put(NamedSharding(OTHER, P("x"))), "P('x') on mesh 'x'=4", "device_put"),
+        "other types": (put(NamedSharding(EXPLICIT, P("model"))), "P('model') on other axis types", "constrain"),
+        "pinned": (
+            put(NamedSharding(MESH, P("data"), memory_kind="pinned_host")),
+            "P('data'), pinned_host",
+            "constrain",
+        ),
+        "abstract": (named(mlp=8), "abstract", "annotate"),
+        "annotated": (
+            hax.NamedArray(jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(MESH, P("data"))), mlp),
+            "P('data')",
+            "annotate",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", placements())
+def test_now_and_route(name: str) -> None:
+    array, now, route = placements()[name]
+    row = ns.explain(array, {"mlp": "model"}, MESH).rows[0]
+    assert (row.now, row.route) == (now, route)
+
+
+def test_other_devices_of_the_same_mesh_shape() -> None:
+    here, there = (Mesh(DEVICES[i : i + 4], ("model",)) for i in (0, 4))
+    row = ns.explain(put(NamedSharding(there, P("model"))), {"mlp": "model"}, here).rows[0]
+    assert (row.now, row.route) == ("P('model') on other devices", "device_put")
+
+
+def test_a_move_to_another_memory_kind() -> None:
+    in_place = put(NamedSharding(MESH, P("model")))
+    row = ns.explain(in_place, {"mlp": "model"}, MESH, memory_kind="pinned_host").rows[0]
+    assert (row.now, row.route, row.plan.memory_kind) == ("P('model')", "device_put", "pinned_host")
+
+
+def test_what_is_explained_is_what_is_done() -> None:
+    tree = {name: array for name, (array, _, _) in placements().items()}
+    before = ns.explain(tree, {"mlp": "model"}, MESH)
+    placed = ns.shard(tree, {"mlp": "model"}, MESH)
+    leaves = jax.tree_util.tree_leaves(placed)
+    assert [row.plan.spec for row in before.rows] == [leaf.sharding.spec for leaf in leaves]
+    assert [row.plan.bytes_per_device for row in before.rows] == [8] * len(leaves)
+    assert all(
+        leaf.addressable_shards[0].data.nbytes == 8 for leaf in leaves if isinstance(leaf, jax.Array)
+    )
+    assert {row.route for row in ns.explain(placed, {"mlp": "model"}, MESH).rows} <= {"keep", "annotate"}
+
+
+def test_traced_arrays() -> None:
+    seen: list[ns.Explanation] = []
+
+    @jax.jit
+    def f(x: jax.Array) -> jax.Array:
+        seen.append(ns.explain(hax.named(x, "mlp"), {"mlp": "model"}, MESH))
+        return x
+
+    f(jnp.zeros(8))
+    assert (seen[0].rows[0].now, seen[0].rows[0].route) == ("traced", "traced")
+
+
+def test_a_deleted_array_is_a_problem() -> None:
+    array = put(NamedSharding(MESH, P("data")))
+    array.array.delete()
+    explanation = ns.explain([array, jnp.zeros(3)], {"mlp": "model"}, MESH)
+    assert (explanation.rows[0].now, explanation.rows[0].route) == ("deleted", "error")
+    assert explanation.rows[0].problems == ("the array was donated or deleted",)
+    assert explanation.rows[1].route == "left"
+
+
+def test_an_abstract_mesh_cannot_say_how_an_array_would_move() -> None:
+    row = ns.explain(put(DEVICES[1]), {"mlp": "model"}, ABSTRACT).rows[0]
+    assert (row.now, row.route) == ("cpu:1", "needs devices")
+
+
+# --- totals and lints -------------------------------------------------------------------------------------------------
+
+
+def test_totals() -> None:
+    tree = [named(mlp=8), named(embed=4), np.zeros(3, np.int8), 1, named(mlp=7)]
+    totals = ns.explain(tree, {"mlp": "model"}, ABSTRACT).totals
+    assert totals.leaves == 4
+    assert totals.bytes == 32 + 16 + 3 + 28
+    assert totals.bytes_per_device == 8 + 16
+    assert totals.bytes_replicated == 16
+    assert (totals.left, totals.bytes_left, totals.others, totals.problems) == (1, 3, 1, 1)
+
+
+class Declared(eqx.Module):
+    """A plain array whose axes are declared, possibly wrongly."""
+
+    weight: Any = eqx.field(metadata={"axis_names": ("mlp", "embed")})
+
+
+@pytest.mark.parametrize(
+    ("tree", "mapping", "lints"),
+    [
+        ([named(mlp=8)], {"mlp": ("data", "model")}, []),
+        (
+            [named(mlp=8)],
+            {"mlp": ("data", "model"), "mpl": "data"},
+            [("unmatched key", "mapping key 'mpl' matches no axis (did you mean 'mlp'?)")],
+        ),
+        (
+            [named(mlp=8)],
+            {"mlp": ("data", "model"), "batch": "data", "vocab": None},
+            [("unmatched key", "mapping keys 'batch', 'vocab' match no axis (the axes are mlp)")],
+        ),
+        (
+            [named(mlp=8)],
+            {"mlp": ns.first("pod", ("data", "model"))},
+            [
+                (
+                    "absent mesh axis",
+                    "the rule for mlp (first('pod', ('data', 'model'))) names mesh axis 'pod', but the mesh has"
+                    " 'data'=2, 'model'=4",
+                )
+            ],
+        ),
+        ([named(mlp=8)], {"mlp": "model"}, [("unused mesh axis", "mesh axis 'data'=2 splits no leaf")]),
+        (
+            [named(mlp=8), *(named(embed=4096, kv=1024) for _ in range(3))],
+            {"mlp": ("data", "model")},
+            [
+                (
+                    "large replica",
+                    "[1..3] ×3 is left replicated, 16 MiB each: none of embed=4096, kv=1024 is sharded",
+                )
+            ],
+        ),
+        (
+            [named(mlp=8), jax.ShapeDtypeStruct((4096, 1024), "float32"), named(embed=4096 * 1024 - 1)],
+            {"mlp": ("data", "model")},
+            [("large replica", "[1] is left replicated, 16 MiB each: (4096, 1024) has no axis names")],
+        ),
+        (
+            [named(mlp=8), Declared(jax.ShapeDtypeStruct((8,), "float32"))],
+            {"mlp": ("data", "model")},
+            [("names do not fit", "[1].weight: names (mlp, embed) do not fit rank 1; left as it is")],
+        ),
+    ],
+)
+def test_lints(tree: Any, mapping: Any, lints: list[tuple[str, str]]) -> None:
+    explanation = ns.explain(tree, mapping, ABSTRACT)
+    assert [(lint.kind, lint.text) for lint in explanation.lints] == lints
+    assert [line[2:] for line in explanation.table(300).splitlines() if line.startswith("! ")] == [t for _, t in lints]
+
+
+def test_one_device_has_no_replicas_and_no_unused_axes() -> None:
+    mesh = AbstractMesh((1, 1), ("data", "model"))
+    assert ns.explain([named(embed=4096, kv=1024)], {"embed": "model"}, mesh).lints == ()
+    assert ns.explain([named(embed=4096, kv=1024)], {"kv": None}, mesh).lints == ()
+
+
+def test_replication_by_policy_is_shown_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        explanation = ns.explain(named(odd=7), {"odd": "model"}, ABSTRACT, indivisible="replicate")
+    assert explanation.ok and explanation.plan.leaves[0].spec == P(None)
+
+
+# --- JSON, HTML, colour -----------------------------------------------------------------------------------------------
+
+
+def test_json() -> None:
+    tree = {"w": named(vocab=30522, embed=384), "bad": named(mlp=7), "s": jnp.zeros(2, jnp.int8)}
+    mapping = {"vocab": ns.first("model", ("data",), None), "mlp": ("data", "model"), "embed": None}
+    explanation = ns.explain(tree, mapping, ABSTRACT)
+    assert json.loads(explanation.to_json()) == {
+        "mesh": {"data": 2, "model": 4},
+        "mapping": {"vocab": {"first": ["model", "data", None]}, "mlp": ["data", "model"], "embed": None},
+        "indivisible": "error",
+        "totals": {
+            "leaves": 3,
+            "bytes": 30522 * 384 * 4 + 28 + 2,
+            "bytes_per_device": 15261 * 384 * 4,
+            "bytes_replicated": 0,
+            "left": 1,
+            "bytes_left": 2,
+            "others": 0,
+            "problems": 1,
+        },
+        "unmapped_axes": [],
+        "lints": [{"kind": "unused mesh axis", "text": "mesh axis 'model'=4 splits no leaf"}],
+        "fixes": ['pad the axis to 8, or pass indivisible="replicate"'],
+        "leaves": [
+            {
+                "path": "['bad']",
+                "axes": [["mlp", 7]],
+                "shape": [7],
+                "dtype": "float32",
+                "spec": None,
+                "memory_kind": None,
+                "bytes": 28,
+                "bytes_per_device": None,
+                "now": "abstract",
+                "route": "error",
+                "why": [
+                    {
+                        "axis": "mlp",
+                        "size": 7,
+                        "rule": ["data", "model"],
+                        "won": None,
+                        "lost": [{"candidate": ["data", "model"], "reason": "indivisible"}],
+                    }
+                ],
+                "problems": ["axis mlp=7 is not divisible by mesh axes ('data', 'model')=8 (7 = 8*0 + 7)"],
+                "note": "",
+            },
+            {
+                "path": "['s']",
+                "axes": None,
+                "shape": [2],
+                "dtype": "int8",
+                "spec": None,
+                "memory_kind": None,
+                "bytes": 2,
+                "bytes_per_device": 2,
+                "now": "cpu:0, uncommitted",
+                "route": "left",
+                "why": [],
+                "problems": [],
+                "note": "",
+            },
+            {
+                "path": "['w']",
+                "axes": [["vocab", 30522], ["embed", 384]],
+                "shape": [30522, 384],
+                "dtype": "float32",
+                "spec": ["data", None],
+                "memory_kind": None,
+                "bytes": 30522 * 384 * 4,
+                "bytes_per_device": 15261 * 384 * 4,
+                "now": "abstract",
+                "route": "annotate",
+                "why": [
+                    {
+                        "axis": "vocab",
+                        "size": 30522,
+                        "rule": {"first": ["model", "data", None]},
+                        "won": "data",
+                        "lost": [{"candidate": "model", "reason": "indivisible"}],
+                    },
+                    {"axis": "embed", "size": 384, "rule": None, "won": None, "lost": []},
+                ],
+                "problems": [],
+                "note": "",
+            },
+        ],
+    }
+
+
+class Cells(HTMLParser):
+    """Text by tag, and what is still open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {"th": [], "td": [], "li": []}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "br":
+            self.open.append(tag)
+        if tag in self.texts:
+            self.texts[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in self.texts:
+            self.texts[self.open[-1]][-1] += data
+
+
+def test_html() -> None:
+    tree = [named(mlp=8), named(mlp=8), {"<script>": named(vocab=6)}]
+    mapping = {"mlp": ("data", "model"), "vocab": ns.first("model", "data"), "<b>": None}
+    page = Cells()
+    page.feed(ns.explain(tree, mapping, ABSTRACT)._repr_html_())
+    assert page.open == []
+    assert page.texts["th"] == ["leaf", "axes", "spec", "dtype", "per device", "now", "route", "why"]
+    first, second = page.texts["td"][:8], page.texts["td"][8:]
+    assert first == ["[0..1] ×2", "mlp=8", "P(('data', 'model'))", "float32", "4 B", "abstract", "annotate", ""]
+    assert second == [
+        "[2]['<script>']",
+        "vocab=6",
+        "P('data')",
+        "float32",
+        "12 B",
+        "abstract",
+        "annotate",
+        "vocab → 'data' by first('model', 'data'): 'model' is indivisible (6 = 4*1 + 2)",
+    ]
+    assert page.texts["li"] == ["mapping key '<b>' matches no axis (the axes are mlp, vocab)"]
+
+
+def test_colour_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    explanation = ns.explain([named(mlp=7), named(mlp=8)], {"mlp": "model"}, ABSTRACT)
+    piped, terminal = io.StringIO(), io.StringIO()
+    Console(file=piped, width=120).print(explanation)
+    Console(file=terminal, width=120, force_terminal=True, color_system="standard").print(explanation)
+    assert "\x1b[31m" in terminal.getvalue()
+    assert "\x1b" not in piped.getvalue() + str(explanation)
+    plain = [line.rstrip() for line in piped.getvalue().splitlines()]
+    assert plain == explanation.table(120).splitlines()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == piped.getvalue()
