@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (the environment must be set before JAX is imported)
 """Eight virtual CPU devices, runtime type checks on the whole package, and reproducible property tests."""
 
 import os

@@ -1,6 +1,8 @@
 """What several test modules build on: meshes over the 8 devices, arrays with distinct elements, exact comparisons."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import haliax as hax
@@ -77,3 +79,31 @@ def assert_exactly(x: Any, wanted: Mesh, spec: PartitionSpec, kind: str = "devic
     assert x.sharding.is_equivalent_to(NamedSharding(wanted, spec, memory_kind=kind), x.ndim), x.sharding
     assert x.sharding.memory_kind == kind
     assert x.committed
+
+
+_compilations: list[str] = []
+
+
+def _note(event: str, _: float, **__: Any) -> None:
+    if event.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration", "jaxpr_trace_duration")):
+        _compilations.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Fails if the block traces, lowers or compiles anything."""
+    before = len(_compilations)
+    yield
+    assert _compilations[before:] == []
+
+
+@contextlib.contextmanager
+def nothing_moved() -> Iterator[None]:
+    """Fails if the block puts anything on a device: for calls that must fail before they begin."""
+    before = jax.live_arrays()
+    yield
+    known = {id(x) for x in before}
+    assert [x for x in jax.live_arrays() if id(x) not in known] == []

@@ -12,7 +12,6 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import namedshard as ns
 import numpy as np
 import optax
 import pytest
@@ -20,6 +19,7 @@ from haliax.partitioning import current_thread_local_mapping
 from jax.sharding import PartitionSpec as P
 from support import M8, M42, bits, counting, na
 
+import namedshard as ns
 from namedshard import _place
 from namedshard._mapping import current_mapping
 

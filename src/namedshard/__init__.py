@@ -8,6 +8,7 @@ from namedshard._errors import AmbiguousMeshError as AmbiguousMeshError
 from namedshard._errors import CheckpointError as CheckpointError
 from namedshard._errors import DeletedArrayError as DeletedArrayError
 from namedshard._errors import DonationError as DonationError
+from namedshard._errors import ExchangeError as ExchangeError
 from namedshard._errors import HeaderError as HeaderError
 from namedshard._errors import HostValueError as HostValueError
 from namedshard._errors import IgnoredTransferError as IgnoredTransferError
@@ -25,6 +26,7 @@ from namedshard._errors import NarrowingError as NarrowingError
 from namedshard._errors import NoCandidateError as NoCandidateError
 from namedshard._errors import NoMappingError as NoMappingError
 from namedshard._errors import NoMeshError as NoMeshError
+from namedshard._errors import OffloadError as OffloadError
 from namedshard._errors import OutOfStepError as OutOfStepError
 from namedshard._errors import PlaceError as PlaceError
 from namedshard._errors import PlanError as PlanError
@@ -43,6 +45,8 @@ from namedshard._mapping import axis_mapping as axis_mapping
 from namedshard._mapping import carried_mapping as carried_mapping
 from namedshard._mapping import first as first
 from namedshard._mapping import with_mapping as with_mapping
+from namedshard._offload import offload as offload
+from namedshard._offload import offload_optimizer as offload_optimizer
 from namedshard._place import auto_sharded as auto_sharded
 from namedshard._place import shard as shard
 from namedshard._plan import AxisChoice as AxisChoice
@@ -53,6 +57,7 @@ from namedshard._route import Route as Route
 from namedshard._safetensors._header import TensorInfo as TensorInfo
 from namedshard._safetensors._index import read_header as read_header
 from namedshard._safetensors._load import load_safetensors as load_safetensors
+from namedshard._safetensors._save import save_safetensors as save_safetensors
 from namedshard._specs import physical_axis_size as physical_axis_size
 from namedshard._specs import pspec_for as pspec_for
 from namedshard._specs import round_axis_for_partitioning as round_axis_for_partitioning

@@ -23,9 +23,7 @@ def best_effort_spec(shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
     # A mesh axis has one type, and a dimension split over both types is beyond what tracing can express.
     kinds: list[Any] = [None] * len(left)
     for name, size in sorted(usable, key=lambda item: -item[1]):
-        fitting = [
-            d for d, n in enumerate(left) if n and n % size == 0 and kinds[d] in (None, types[name])
-        ]
+        fitting = [d for d, n in enumerate(left) if n and n % size == 0 and kinds[d] in (None, types[name])]
         if fitting:
             dim = max(fitting, key=lambda d: left[d])
             left[dim] //= size

@@ -5,25 +5,22 @@ them, in slots of bounded size. Elsewhere the compiler's collectives are used wh
 devices, and `exchange` where they do not.
 """
 
+import collections
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _exchange as ex
 from namedshard import _jaxcompat as compat
 from namedshard import _moves as moves
-from namedshard._route import Route
+from namedshard._errors import ExchangeError, message
+from namedshard._route import CHUNK_BYTES, Route
 from namedshard._sync import Line, agree, refuse_local
-
-CHUNK_BYTES = 64 << 20
-"""What `shard` may use per device beyond source and target shards."""
-
 
 def processes_of(move: moves.Move) -> frozenset[int]:
     """The processes that own devices of a move's source or target."""
@@ -127,17 +124,15 @@ def _exchange_moves(work: Sequence[moves.Move]) -> None:
         for box, devices in target.holders.items():
             if any(d.process_index == me for d in devices):
                 buffers[i, box] = moves.aligned_empty(tuple(b - a for a, b in box), x.dtype)
-    exchange(arrays, targets, buffers, CHUNK_BYTES)
-    for i, move in enumerate(work):
-        move.result = _rebuilt(move.value, move.want, {box: b for (n, box), b in buffers.items() if n == i})
+    crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
+    exchange(arrays, targets, buffers, CHUNK_BYTES * crowd)
+    pieces: list[dict[moves.Bounds, np.ndarray]] = [{} for _ in work]
+    for (i, box), buffer in buffers.items():
+        pieces[i][box] = buffer
+    for move, made in zip(work, pieces, strict=True):
+        move.result = _rebuilt(move.value, move.want, made)
         if move.donate:
             move.value.delete()
-
-
-def _views(x: jax.Array) -> dict[jax.Device, Any]:
-    """This process's shards; on CPUs as views of their memory."""
-    on_cpu = moves.all_cpu(x.sharding.device_set)
-    return {s.device: np.asarray(s.data) if on_cpu else s.data for s in x.addressable_shards}
 
 
 def exchange(
@@ -152,88 +147,105 @@ def exchange(
         arrays: Global arrays (no typed keys).
         targets: For each, which devices want which box.
         buffers: For each array and target box of this process, memory to fill.
-        budget: Bytes that a device may use for sending and receiving at a time.
+        budget: Bytes that a process may use for sending and receiving at a time.
+
+    Raises:
+        ExchangeError: Another process died, or the network did.
     """
-    me = jax.process_index()
-    sent: dict[int, int] = {}
-    pieces: list[ex.Piece] = []
-    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if x.size:
-            pieces += ex.pieces_for(i, ex.layout_of(x.sharding, x.shape), target, x.dtype.itemsize, sent)
-    crossing = [p for p in pieces if p.source.process_index != p.target.process_index]
-    views: dict[int, dict[jax.Device, Any]] = {}
+    changes = [
+        (ex.layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)
+    ]
+    schedule = ex.schedule(changes, jax.process_index(), budget)
+    shards: dict[int, dict[jax.Device, Any]] = {}
 
-    def read(piece: ex.Piece) -> np.ndarray:
-        if piece.leaf not in views:
-            views[piece.leaf] = _views(arrays[piece.leaf])
-        shard = views[piece.leaf][piece.source]
-        return np.asarray(shard[ex.local_box(piece.box, piece.source_box)])
+    def read(leaf: int, piece: ex.Piece, box: moves.Bounds) -> np.ndarray:
+        if leaf not in shards:
+            shards[leaf] = {s.device: s.data for s in arrays[leaf].addressable_shards}
+        within = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(box, piece.source_box, strict=True))
+        return moves.host_piece(shards[leaf][piece.source], within)
 
-    def write(piece: ex.Piece, data: np.ndarray) -> None:
-        buffers[piece.leaf, piece.target_box][ex.local_box(piece.box, piece.target_box)] = data
+    def write(leaf: int, piece: ex.Piece, box: moves.Bounds, data: np.ndarray) -> None:
+        buffers[leaf, piece.target_box][ex.local_box(box, piece.target_box)] = data
 
-    for piece in pieces:
-        if piece.source.process_index == piece.target.process_index == me:
-            write(piece, read(piece))
-    if not crossing:
-        return
-    plan = ex.schedule(crossing, [x.dtype.itemsize for x in arrays], budget)
-    if not any(d.process_index == me for d in plan.devices):
-        return
-    program = _program(plan.devices, plan.rounds, plan.slot_bytes)
-    for step in plan.slots:
-        _run_step(plan, step, program, arrays, read, write)
+    for leaf, piece in schedule.local:
+        limit = max(1, budget // arrays[leaf].dtype.itemsize)
+        size = ex.elements(piece.box)
+        for first in range(0, size, limit):
+            for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
+                write(leaf, piece, box, read(leaf, piece, box))
+    if schedule.streams or any(d.process_index == jax.process_index() for d in schedule.devices):
+        for phase in schedule.phases:
+            _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
 
 
-def _slot(memory: np.ndarray, offset: int, piece: ex.Piece, dtype: Any) -> np.ndarray:
-    shape = tuple(b - a for a, b in piece.box)
-    size = ex.elements(piece.box) * dtype.itemsize
-    return memory[offset : offset + size].view(dtype).reshape(shape)
+def _slot(memory: np.ndarray, fragment: ex.Fragment, dtype: Any) -> np.ndarray:
+    shape = tuple(b - a for a, b in fragment.box)
+    size = ex.elements(fragment.box) * dtype.itemsize
+    return memory[fragment.offset : fragment.offset + size].view(dtype).reshape(shape)
 
 
-def _run_step(
-    plan: ex.Schedule, step: Mapping[tuple[int, int], Any], program: Any, arrays: Sequence[jax.Array], read: Any, write: Any
+def _run_phase(
+    schedule: ex.Schedule, phase: ex.Phase, dtypes: Sequence[Any], read: Callable[..., Any], write: Callable[..., None]
 ) -> None:
-    rounds = {pair: r for r, pairs in enumerate(plan.rounds) for pair in pairs}
-    shape = (len(plan.rounds), plan.slot_bytes)
     me = jax.process_index()
-    outgoing = {
-        i: moves.aligned_empty(shape, np.uint8) for i, d in enumerate(plan.devices) if d.process_index == me
-    }
-    for (sender, receiver), content in step.items():
-        if sender in outgoing:
-            for piece, offset in content:
-                slot = outgoing[sender][rounds[sender, receiver]]
-                _slot(slot, offset, piece, arrays[piece.leaf].dtype)[...] = read(piece)
-    result = program(outgoing)
-    for (sender, receiver), content in step.items():
-        if receiver in outgoing:
-            slot = result[receiver][rounds[sender, receiver]]
-            for piece, offset in content:
-                write(piece, _slot(slot, offset, piece, arrays[piece.leaf].dtype))
+    program = _program(schedule.devices, phase.rounds, phase.slot_bytes)
+    mine = [i for i, d in enumerate(schedule.devices) if d.process_index == me]
+    outgoing = [{i: moves.aligned_empty((1, phase.slot_bytes), np.uint8) for i in mine} for _ in phase.rounds]
+    for step in range(phase.steps):
+        start = phase.start + step * phase.slot_bytes
+        stop = start + phase.slot_bytes
+        for slots, pairs in zip(outgoing, phase.rounds, strict=True):
+            for sender, receiver in pairs:
+                if sender in slots:
+                    for f in schedule.streams[sender, receiver].between(start, stop):
+                        _slot(slots[sender][0], f, dtypes[f.leaf])[...] = read(f.leaf, f.piece, f.box)
+        for slots, pairs in zip(program(outgoing), phase.rounds, strict=True):
+            for sender, receiver in pairs:
+                if receiver in slots:
+                    for f in schedule.streams[sender, receiver].between(start, stop):
+                        write(f.leaf, f.piece, f.box, _slot(slots[receiver][0], f, dtypes[f.leaf]))
+
+
+Slots = Sequence[Mapping[int, np.ndarray]]
 
 
 @functools.lru_cache(maxsize=64)
-def _program(devices: tuple[jax.Device, ...], rounds: tuple[tuple[tuple[int, int], ...], ...], slot_bytes: int) -> Any:
-    """One compiled step: every round a partial permutation of the devices' slots."""
+def _program(
+    devices: tuple[jax.Device, ...], rounds: tuple[tuple[ex.Pair, ...], ...], slot_bytes: int
+) -> Callable[[Slots], Slots]:
+    """One compiled step: in every round a partial permutation of the devices' slots."""
     mesh = Mesh(np.array(devices), ("device",))
-    sharding = NamedSharding(mesh, PartitionSpec("device"))
-    count = len(rounds)
+    spec = PartitionSpec("device")
+    sharding = NamedSharding(mesh, spec)
+    position = {d: i for i, d in enumerate(devices)}
 
-    def permute(slots: jax.Array) -> jax.Array:
-        return jnp.stack([jax.lax.ppermute(slots[r], "device", pairs) for r, pairs in enumerate(rounds)])
+    # One array a round: stacked in one array, the slots would be copied once more.
+    def permute(*slots: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.lax.ppermute(s, "device", pairs) for s, pairs in zip(slots, rounds, strict=True))
 
-    permuted = jax.jit(
-        jax.shard_map(permute, mesh=mesh, in_specs=PartitionSpec("device"), out_specs=PartitionSpec("device")),
-        donate_argnums=0,
-    )
+    permuted = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec))
 
-    def step(outgoing: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        pieces = {((i * count, (i + 1) * count), (0, slot_bytes)): memory for i, memory in outgoing.items()}
-        slots = moves.from_pieces((len(devices) * count, slot_bytes), np.dtype(np.uint8), sharding, pieces)
-        arrived = permuted(slots)
-        position = {d: i for i, d in enumerate(devices)}
-        return {position[s.device]: np.asarray(s.data) for s in arrived.addressable_shards}
+    def step(outgoing: Slots) -> Slots:
+        slots = [
+            moves.from_pieces(
+                (len(devices), slot_bytes),
+                np.dtype(np.uint8),
+                sharding,
+                {((i, i + 1), (0, slot_bytes)): memory for i, memory in memories.items()},
+            )
+            for memories in outgoing
+        ]
+        try:
+            arrived = jax.block_until_ready(permuted(*slots))
+        except jax.errors.JaxRuntimeError as error:
+            raise ExchangeError(
+                message(
+                    "the exchange of arrays between processes broke off: a process died, or the network failed",
+                    [str(error).splitlines()[0]],
+                    fix="look for the first error among all processes, and start the job again",
+                )
+            ) from error
+        return [{position[s.device]: np.asarray(s.data) for s in x.addressable_shards} for x in arrived]
 
     return step
 
@@ -261,6 +273,14 @@ def _line(move: moves.Move) -> Line:
     target = sharding_text(move.want)
     if move.route is Route.FROM_HOST:
         value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
-        digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).hexdigest()
-        return Line(move.path, type_text(x), digest, target, host=True)
+        return Line(move.path, type_text(x), _digest(value), target, host=True)
     return Line(move.path, type_text(x), sharding_text(x.sharding), target, local=x.is_fully_addressable)
+
+
+def _digest(value: np.ndarray) -> str:
+    """A hash of a value's bytes in C order, made in small parts."""
+    found = hashlib.blake2b(digest_size=16)
+    flags = ("external_loop", "buffered", "zerosize_ok")
+    for part in np.nditer(value, flags, order="C", buffersize=1 << 16):
+        found.update(np.ascontiguousarray(part).view(np.uint8))
+    return found.hexdigest()

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
+from namedshard import _jaxcompat as compat
 from namedshard._errors import DonationError, message
+from namedshard._programs import Output
 
 
 def _leaf_mask(spec: Any, value: Any) -> list[bool]:
@@ -22,7 +23,9 @@ def _leaf_mask(spec: Any, value: Any) -> list[bool]:
     return mask
 
 
-def donation_mask(donate_args: Any, donate_kwargs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
+def donation_mask(
+    name: str, donate_args: Any, donate_kwargs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[bool]:
     """For each leaf of ``(args, kwargs)``: is it donated?
 
     Raises:
@@ -32,7 +35,7 @@ def donation_mask(donate_args: Any, donate_kwargs: Any, args: Sequence[Any], kwa
     if len(by_position) > len(args):
         raise DonationError(
             message(
-                f"donate_args has {len(by_position)} entries, but the call has {len(args)} positional arguments",
+                f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional arguments",
                 fix="give one entry per positional argument, and use donate_kwargs for keyword arguments",
             )
         )
@@ -46,7 +49,7 @@ def donation_mask(donate_args: Any, donate_kwargs: Any, args: Sequence[Any], kwa
         except ValueError as error:
             raise DonationError(
                 message(
-                    "a donation spec does not match the structure of its argument",
+                    f"{name}: a donation spec does not match the structure of its argument",
                     str(error).splitlines()[:1],
                     fix="give True, False, a function of a leaf, or a tree of these that is a prefix of the argument",
                 )
@@ -55,27 +58,34 @@ def donation_mask(donate_args: Any, donate_kwargs: Any, args: Sequence[Any], kwa
 
 
 def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths: Sequence[str]) -> None:
-    """No buffer may be donated and passed again in the same call."""
-    ids = [id(x) for x in arrays]
-    if len(set(ids)) == len(ids):
+    """No buffer may be donated and passed again in the same call, not even as part of another array object.
+
+    JAX finds the latter when it runs, and jax 0.10 crashes over it.
+    """
+    places = [compat.first_buffer(x) if type(x) is compat.ArrayImpl and x.size else id(x) for x in arrays]
+    if len(set(places)) == len(places):
         return
-    counts = Counter(ids)
-    shared = {ids[n] for n in donate if counts[ids[n]] > 1}
-    if not shared:
-        return
-    lines = [" and ".join(paths[n] for n, i in enumerate(ids) if i == one) + " are one array" for one in sorted(shared)]
-    raise DonationError(
-        message(
-            f"{name}: {len(lines)} donated {'array is' if len(lines) == 1 else 'arrays are'} passed more than once",
-            lines,
-            fix="pass a copy (jnp.copy), or do not donate it",
+    counts = Counter(places)
+    shared = dict.fromkeys(places[n] for n in donate if counts[places[n]] > 1)
+    lines: list[str] = []
+    for one in shared:
+        same = [n for n, place in enumerate(places) if place == one]
+        what = "are one array" if len({id(arrays[n]) for n in same}) == 1 else "share their memory"
+        lines.append(f"{' and '.join(paths[n] for n in same)} {what}")
+    if lines:
+        noun = "donated array is" if len(lines) == 1 else "donated arrays are"
+        raise DonationError(
+            message(
+                f"{name}: {len(lines)} {noun} passed more than once",
+                lines,
+                fix="pass a copy (jnp.copy), or do not donate it",
+            )
         )
-    )
 
 
-def check_live(name: str, arrays: Sequence[Any], paths: Sequence[str]) -> None:
-    """Name the arguments that were donated or deleted before, if that is why a call failed."""
-    gone = [n for n, x in enumerate(arrays) if isinstance(x, jax.Array) and not _traced(x) and x.is_deleted()]
+def check_live(name: str, arrays: Sequence[Any], live: Sequence[int], paths: Sequence[str]) -> None:
+    """Name the arguments that were donated or deleted before. ``live`` numbers those that may have been."""
+    gone = [n for n in live if arrays[n].is_deleted()]
     if gone:
         noun = "argument leaf was" if len(gone) == 1 else "argument leaves were"
         raise DonationError(
@@ -84,50 +94,42 @@ def check_live(name: str, arrays: Sequence[Any], paths: Sequence[str]) -> None:
                 [paths[n] for n in gone],
                 fix="use the result of the call that they were donated to",
             )
-        ) from None
-
-
-def _traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
+        )
 
 
 def check_donatable(
-    name: str,
-    arrays: Sequence[Any],
-    donate: Sequence[int],
-    outputs: Sequence[tuple[tuple[int, ...], Any, NamedSharding | None, str]],
-    paths: Sequence[str],
+    name: str, arrays: Sequence[Any], donate: Sequence[int], outputs: Sequence[Output], paths: Sequence[str]
 ) -> None:
     """A donated buffer can only become an output of its own shape, dtype, shard shape and memory kind.
 
-    ``outputs`` holds (shape, dtype, wanted sharding if any, memory kind) of each output.
+    A donated argument that no output is like is merely freed.
     """
     lines: list[str] = []
     for n in donate:
         x = arrays[n]
-        if not isinstance(x, jax.Array) or _traced(x):
+        if isinstance(x, jax.core.Tracer) or getattr(x, "sharding", None) is None:
             continue
-        alike = [o for o in outputs if o[0] == x.shape and o[1] == x.dtype]
-        if not alike or any(_fits(x, want, kind) for _, _, want, kind in alike):
+        alike = [o for o in outputs if o.shape == x.shape and o.dtype == x.dtype]
+        if not alike or any(_fits(x, o) for o in alike):
             continue
-        _, _, want, kind = alike[0]
-        have = x.sharding
-        if have.memory_kind != kind:
-            lines.append(f"{paths[n]}: memory kind {have.memory_kind!r}, but the output like it is in {kind!r}")
-        elif want is not None:
+        have, like = x.sharding, alike[0]
+        if have.memory_kind != like.memory_kind:
+            lines.append(f"{paths[n]}: memory kind {have.memory_kind!r}, but {like.path} is in {like.memory_kind!r}")
+        elif like.asked is not None:
             spec = getattr(have, "spec", type(have).__name__)
-            lines.append(f"{paths[n]}: spec {spec}, but the output like it has {want.spec}")
+            lines.append(f"{paths[n]}: spec {spec}, but {like.path} has {like.asked.spec}")
     if lines:
+        noun = "argument leaf" if len(lines) == 1 else "argument leaves"
         raise DonationError(
             message(
-                f"{name}: {len(lines)} donated {'argument leaf' if len(lines) == 1 else 'argument leaves'} cannot be reused",
+                f"{name}: {len(lines)} donated {noun} cannot become the output of the same shape",
                 lines,
                 fix="give input and output the same mapping and memory kind, or do not donate it",
             )
         )
 
 
-def _fits(x: jax.Array, want: NamedSharding | None, kind: str) -> bool:
-    if x.sharding.memory_kind != kind:
+def _fits(x: Any, output: Output) -> bool:
+    if x.sharding.memory_kind != output.memory_kind:
         return False
-    return want is None or x.sharding.shard_shape(x.shape) == want.shard_shape(x.shape)
+    return output.asked is None or x.sharding.shard_shape(x.shape) == output.asked.shard_shape(x.shape)

@@ -84,8 +84,16 @@ class DonationError(NamedShardError, ValueError):
     """A donated argument cannot be donated, is passed twice, or was donated before."""
 
 
+class OffloadError(PlaceError):
+    """Leaves that are to live in host memory do not, or none are selected."""
+
+
 class OutOfStepError(NamedShardError, RuntimeError):
     """The processes of a job do not make the same call."""
+
+
+class ExchangeError(NamedShardError, RuntimeError):
+    """An exchange of arrays between processes broke off."""
 
 
 class HostValueError(PlaceError):

@@ -1,16 +1,18 @@
-"""PURE. Which piece of which array goes from which device to which, and in what rounds.
+"""PURE. Which piece of which array goes from which device to which, and in what steps.
 
-Pieces are the overlaps of source shards and target shards, so nothing moves that need not. Those between processes are
-packed into slots of a fixed number of bytes; a round is a partial permutation of the devices, so that each device
-sends at most one slot and receives at most one (a greedy edge colouring of the bipartite graph of sender and receiver).
+Pieces are the overlaps of source shards and target shards, so nothing moves that need not. All that one device sends
+to another is a stream of bytes; streams advance together, a slot of a fixed number of bytes at a time. A round is a
+partial permutation of the devices, in which each sends at most one slot and receives at most one (a greedy edge
+colouring of the bipartite graph of senders and receivers).
 """
 
+import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -19,21 +21,29 @@ from namedshard._moves import Bounds, bounds_of
 
 ALIGNMENT = 16
 SMALLEST_SLOT = 1 << 12
+# Devices that hold the same box take turns in sending it; so many different plans are kept for one pair of layouts.
+TURNS = 8
+
+Pair = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of one array, from the shard that has it to the shard that wants it."""
+    """A box of an array, from the shard that has it to the shard that wants it."""
 
-    leaf: int
     box: Bounds
     source: jax.Device
     source_box: Bounds
     target: jax.Device
     target_box: Bounds
 
+    @property
+    def crosses(self) -> bool:
+        """Whether it goes from one process to another."""
+        return self.source.process_index != self.target.process_index
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """Which devices hold which box of an array, and the grid that the boxes form."""
 
@@ -41,9 +51,21 @@ class Layout:
     cuts: tuple[tuple[tuple[int, int], ...], ...]
 
 
+@functools.lru_cache(maxsize=1024)
 def layout_of(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
     """The layout of an array of a shape under a sharding, on all its devices."""
     return layout({d: bounds_of(index, shape) for d, index in sharding.devices_indices_map(shape).items()}, len(shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def whole_on(devices: tuple[jax.Device, ...], shape: tuple[int, ...]) -> Layout:
+    """The layout of an array that each of some devices holds whole."""
+    return layout(dict.fromkeys(devices, whole(shape)), len(shape))
+
+
+def whole(shape: tuple[int, ...]) -> Bounds:
+    """The box that is all of an array."""
+    return tuple((0, n) for n in shape)
 
 
 def layout(boxes: Mapping[jax.Device, Bounds], ndim: int) -> Layout:
@@ -70,71 +92,224 @@ def elements(box: Bounds) -> int:
     return math.prod(b - a for a, b in box)
 
 
-def pieces_for(leaf: int, source: Layout, target: Layout, itemsize: int, sent: dict[int, int]) -> Iterator[Piece]:
-    """The pieces that bring one array from a layout to another.
+def pieces_between(source: Layout, target: Layout, turn: int = 0) -> Iterator[Piece]:
+    """The pieces that bring an array from a layout to another; each process receives each of its boxes once.
 
-    Each process receives each of its boxes once. ``sent`` counts the bytes that each device sends so far, for choosing
-    among devices that hold the same box.
+    A process takes what it holds itself. Other holders of the same box take turns, beginning with the ``turn``-th.
     """
+    asked: dict[Bounds, int] = collections.defaultdict(lambda: turn)
     for box, devices in target.holders.items():
-        by_process: dict[int, list[jax.Device]] = collections.defaultdict(list)
+        receivers: dict[int, jax.Device] = {}
         for device in devices:
-            by_process[device.process_index].append(device)
-        for process, receivers in by_process.items():
+            receivers.setdefault(device.process_index, device)
+        for process, receiver in receivers.items():
             for source_box, overlap in _overlaps(source, box):
                 holders = source.holders[source_box]
-                here = [d for d in holders if d.process_index == process]
-                sender = here[0] if here else min(holders, key=lambda d: (sent.get(d.id, 0), d.id))
-                if not here:
-                    sent[sender.id] = sent.get(sender.id, 0) + elements(overlap) * itemsize
-                yield Piece(leaf, overlap, sender, source_box, receivers[0], box)
+                sender = next((d for d in holders if d.process_index == process), None)
+                if sender is None:
+                    sender = holders[asked[source_box] % len(holders)]
+                    asked[source_box] += 1
+                yield Piece(overlap, sender, source_box, receiver, box)
 
 
-def _split(box: Bounds, limit: int) -> Iterator[Bounds]:
-    """Cut a box along its leading dimensions into boxes of at most ``limit`` elements."""
-    total = elements(box)
-    if total <= limit or total == 1:
-        yield box
-        return
-    dim = next(d for d, (a, b) in enumerate(box) if b - a > 1)
-    a, b = box[dim]
-    row = total // (b - a)
-    step = max(1, limit // row)
-    for lo in range(a, b, step):
-        part = (*box[:dim], (lo, min(b, lo + step)), *box[dim + 1 :])
-        yield from _split(part, limit)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Between:
+    """One array's pieces that a process has to do with, and the bytes that all processes exchange for it."""
+
+    mine: tuple[Piece, ...]
+    crossing: Mapping[tuple[jax.Device, jax.Device], int]
+
+
+def _padded(box: Bounds, itemsize: int) -> int:
+    return -(-elements(box) * itemsize // ALIGNMENT) * ALIGNMENT
+
+
+# A model has many arrays and few ways in which they move.
+@functools.lru_cache(maxsize=256)
+def _between(source: Layout, target: Layout, turn: int, itemsize: int, process: int) -> _Between:
+    mine: list[Piece] = []
+    crossing: dict[tuple[jax.Device, jax.Device], int] = collections.defaultdict(int)
+    for piece in pieces_between(source, target, turn):
+        if process in (piece.source.process_index, piece.target.process_index):
+            mine.append(piece)
+        if piece.crosses:
+            crossing[piece.source, piece.target] += _padded(piece.box, itemsize)
+    return _Between(tuple(mine), crossing)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Schedule:
-    """What is sent when.
+class Fragment:
+    """The part of a piece that is in one slot: a box of the piece's array, and where its bytes are in the slot."""
+
+    leaf: int
+    piece: Piece
+    box: Bounds
+    offset: int
+
+
+class Stream:
+    """Pieces of arrays one after the other, each padded to `ALIGNMENT` bytes."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, Piece, int]] = []
+        self._starts: list[int] = []
+        self.bytes = 0
+
+    def add(self, leaf: int, piece: Piece, itemsize: int) -> None:
+        """Append a piece of an array with elements of ``itemsize`` bytes."""
+        self.pieces.append((leaf, piece, itemsize))
+        self._starts.append(self.bytes)
+        self.bytes += _padded(piece.box, itemsize)
+
+    def between(self, start: int, stop: int) -> Iterator[Fragment]:
+        """What is in the bytes from ``start`` to ``stop``, which are multiples of `ALIGNMENT`."""
+        for i in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self.pieces)):
+            leaf, piece, itemsize = self.pieces[i]
+            at = self._starts[i]
+            if at >= stop:
+                return
+            first = max(0, start - at) // itemsize
+            last = min(elements(piece.box), (stop - at) // itemsize)
+            for begin, box in flat_range(piece.box, first, last):
+                yield Fragment(leaf, piece, box, at + begin * itemsize - start)
+
+
+def flat_range(box: Bounds, first: int, last: int) -> Iterator[tuple[int, Bounds]]:
+    """The elements ``first`` to ``last`` of a box, in C order, as (number of its first element, box)es."""
+    if first >= last:
+        return
+    if not box:
+        yield 0, ()
+        return
+    (low, _), rest = box[0], box[1:]
+    row = elements(rest)
+    top, bottom = -(-first // row), last // row
+    if top > bottom:  # within one row
+        yield from _in_row(low, rest, bottom, first - bottom * row, last - bottom * row)
+        return
+    if first < top * row:
+        yield from _in_row(low, rest, top - 1, first - (top - 1) * row, row)
+    if top < bottom:
+        yield top * row, ((low + top, low + bottom), *rest)
+    if bottom * row < last:
+        yield from _in_row(low, rest, bottom, 0, last - bottom * row)
+
+
+def _in_row(low: int, rest: Bounds, index: int, first: int, last: int) -> Iterator[tuple[int, Bounds]]:
+    for begin, box in flat_range(rest, first, last):
+        yield index * elements(rest) + begin, ((low + index, low + index + 1), *box)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """Steps in which the same devices send to the same devices.
 
     Attributes:
-        devices: All senders and receivers, in one order for every process.
-        rounds: For each round, the (sender, receiver) positions in ``devices``.
-        slot_bytes: Bytes of a slot.
-        slots: For each step and each (sender, receiver) position pair, the (piece, offset in the slot)s.
+        rounds: For each round, the (sender, receiver) positions in the schedule's devices.
+        slot_bytes: Bytes that each stream advances in a step.
+        start: Bytes of each stream that earlier phases sent.
+        steps: How many steps.
+    """
+
+    rounds: tuple[tuple[Pair, ...], ...]
+    slot_bytes: int
+    start: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """What is exchanged when; the same on every process, but for what is a process's own.
+
+    Attributes:
+        devices: All that send to or receive from another process, in one order.
+        phases: The steps.
+        local: This process's own pieces that stay in it, as (leaf, piece).
+        streams: What this process sends and receives, by (sender, receiver) positions in ``devices``.
+        crossing_bytes: Bytes that all processes together must send to each other.
     """
 
     devices: tuple[jax.Device, ...]
-    rounds: tuple[tuple[tuple[int, int], ...], ...]
-    slot_bytes: int
-    slots: tuple[Mapping[tuple[int, int], tuple[tuple[Piece, int], ...]], ...]
+    phases: tuple[Phase, ...]
+    local: tuple[tuple[int, Piece], ...]
+    streams: Mapping[Pair, Stream]
+    crossing_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that all processes together send: ``crossing_bytes``, and the padding of slots."""
+        return sum(p.steps * p.slot_bytes * sum(map(len, p.rounds)) for p in self.phases)
 
 
-def _colour(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    rounds: list[tuple[list[tuple[int, int]], set[int], set[int]]] = []
-    for pair in pairs:
-        for members, senders, receivers in rounds:
-            if pair[0] not in senders and pair[1] not in receivers:
-                break
-        else:
-            members, senders, receivers = [], set[int](), set[int]()
-            rounds.append((members, senders, receivers))
-        members.append(pair)
-        senders.add(pair[0])
-        receivers.add(pair[1])
-    return [sorted(members) for members, _, _ in rounds]
+def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget: int) -> Schedule:
+    """The exchange that carries out changes of layout.
+
+    Args:
+        changes: For each array its layout, the wanted one, and the bytes of an element.
+        process: Whose own pieces and streams are listed.
+        budget: Bytes that a process may use for slots, sent and received together.
+    """
+    turns: collections.Counter[tuple[Layout, Layout]] = collections.Counter()
+    kinds: collections.Counter[_Between] = collections.Counter()
+    leaves: list[_Between] = []
+    for source, target, itemsize in changes:
+        between = _between(source, target, turns[source, target] % TURNS, itemsize, process)
+        turns[source, target] += 1
+        kinds[between] += 1
+        leaves.append(between)
+    sizes: dict[tuple[jax.Device, jax.Device], int] = collections.defaultdict(int)
+    for between, count in kinds.items():
+        for devices, size in between.crossing.items():
+            sizes[devices] += count * size
+    devices = tuple(sorted({d for pair in sizes for d in pair}, key=lambda d: (d.process_index, d.id)))
+    position = {d: i for i, d in enumerate(devices)}
+    local: list[tuple[int, Piece]] = []
+    streams: dict[Pair, Stream] = collections.defaultdict(Stream)
+    for leaf, between in enumerate(leaves):
+        for piece in between.mine:
+            if piece.crosses:
+                pair = position[piece.source], position[piece.target]
+                streams[pair].add(leaf, piece, changes[leaf][2])
+            else:
+                local.append((leaf, piece))
+    crowd = max(collections.Counter(d.process_index for d in devices).values(), default=1)
+    phases = _phases({(position[s], position[t]): size for (s, t), size in sizes.items()}, budget // crowd)
+    return Schedule(devices, phases, tuple(local), streams, sum(sizes.values()))
+
+
+def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
+    """Phases that together are as long as each stream, with ``budget`` bytes a device.
+
+    A stream that is at its end sends padding, so a phase ends where half of its streams do, unless that saves little.
+    """
+    phases: list[Phase] = []
+    start = 0
+    while active := sorted((pair for pair, size in sizes.items() if size > start), key=lambda p: (-sizes[p], p)):
+        left = [sizes[pair] - start for pair in active]
+        length = left[0] if len(left) * left[0] <= 1.25 * sum(left) else left[len(left) // 2]
+        rounds = _colour(active)
+        most = max(SMALLEST_SLOT, budget // (2 * len(rounds)) // ALIGNMENT * ALIGNMENT)
+        slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(length)))
+        steps = -(-length // slot_bytes)
+        phases.append(Phase(rounds, slot_bytes, start, steps))
+        start += steps * slot_bytes
+    return tuple(phases)
+
+
+def _colour(pairs: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
+    rounds: list[list[Pair]] = []
+    sending: dict[int, int] = collections.defaultdict(int)
+    receiving: dict[int, int] = collections.defaultdict(int)
+    for sender, receiver in pairs:
+        busy = sending[sender] | receiving[receiver]
+        lowest_free = ~busy & (busy + 1)
+        sending[sender] |= lowest_free
+        receiving[receiver] |= lowest_free
+        number = lowest_free.bit_length() - 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append((sender, receiver))
+    return tuple(tuple(sorted(members)) for members in rounds)
 
 
 def _rounded(size: int) -> int:
@@ -143,55 +318,6 @@ def _rounded(size: int) -> int:
     return -(-size // unit) * unit
 
 
-def schedule(pieces: Sequence[Piece], itemsizes: Sequence[int], budget: int) -> Schedule:
-    """Rounds and slots for the pieces that cross processes.
-
-    A device's slots, sent and received together, stay under ``budget`` bytes in each step.
-    """
-    devices = tuple(
-        sorted({d for p in pieces for d in (p.source, p.target)}, key=lambda d: (d.process_index, d.id)),
-    )
-    position = {d: i for i, d in enumerate(devices)}
-    streams: dict[tuple[int, int], list[Piece]] = collections.defaultdict(list)
-    for piece in pieces:
-        streams[position[piece.source], position[piece.target]].append(piece)
-
-    def padded(box: Bounds, leaf: int) -> int:
-        return -(-elements(box) * itemsizes[leaf] // ALIGNMENT) * ALIGNMENT
-
-    size = {pair: sum(padded(p.box, p.leaf) for p in stream) for pair, stream in streams.items()}
-    pairs = sorted(streams, key=lambda pair: (-size[pair], pair))
-    rounds = _colour(pairs)
-    most = max(SMALLEST_SLOT, budget // (2 * max(1, len(rounds))) // ALIGNMENT * ALIGNMENT)
-    slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(max(size.values(), default=0))))
-    steps: list[dict[tuple[int, int], list[tuple[Piece, int]]]] = []
-    for pair in pairs:
-        step, used = 0, 0
-        for piece in streams[pair]:
-            for box in _split(piece.box, max(1, slot_bytes // itemsizes[piece.leaf])):
-                need = padded(box, piece.leaf)
-                if used + need > slot_bytes:
-                    step, used = step + 1, 0
-                while len(steps) <= step:
-                    steps.append(collections.defaultdict(list))
-                steps[step][pair].append((dataclasses.replace(piece, box=box), used))
-                used += need
-    slots = tuple({pair: tuple(content) for pair, content in step.items()} for step in steps)
-    return Schedule(devices, tuple(map(tuple, rounds)), slot_bytes, slots)
-
-
-def moved_bytes(pieces: Sequence[Piece], itemsizes: Sequence[int]) -> int:
-    """Bytes that must cross between processes."""
-    return sum(
-        elements(p.box) * itemsizes[p.leaf] for p in pieces if p.source.process_index != p.target.process_index
-    )
-
-
 def local_box(box: Bounds, within: Bounds) -> tuple[slice, ...]:
     """A box of the array as an index into a shard that has it."""
     return tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, within, strict=True))
-
-
-def itemsize_of(dtype: Any) -> int:
-    """Bytes of one element on the host."""
-    return dtype.itemsize

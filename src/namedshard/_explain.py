@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
 
 from namedshard import _jaxcompat as compat
 from namedshard import _report as report
@@ -95,10 +96,10 @@ class Explanation:
     def _repr_html_(self) -> str:
         return report.to_html(self._found)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield from self.lines(options.max_width)
 
-    def lines(self, width: int, *, all: bool = False) -> Iterator[Any]:
+    def lines(self, width: int, *, all: bool = False) -> Iterator[Text]:
         """The table as styled `rich.text.Text` lines; see `table`."""
         for line in report.lines(self._found, width, all=all):
             line.no_wrap, line.overflow = True, "ignore"

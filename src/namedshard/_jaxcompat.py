@@ -4,7 +4,7 @@ Each name here is used for a reason that no public function serves; ``tests/test
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -109,12 +109,33 @@ def compiled_count(jitted: Any) -> int:
     return jitted._cache_size()
 
 
+def trace_key() -> Hashable:
+    """Everything about the context that a trace depends on, apart from the arguments.
+
+    JAX's own key for this holds every option, ``with mesh:`` and the abstract mesh; the concrete mesh, whose device
+    order matters, is added.
+    """
+    return _config.trace_context(), _mesh_module.get_concrete_mesh()
+
+
+def first_buffer(x: ArrayImpl) -> int:
+    """The address of an array's first shard. Does not wait for the computation that fills it."""
+    return x._arrays[0].unsafe_buffer_pointer()
+
+
+def space_of_type(aval: Any) -> Any:
+    """The memory space that a type names."""
+    return getattr(aval, "memory_space", DEVICE_SPACE)
+
+
 def x64() -> bool:
     """Whether 64-bit types are on in this thread."""
     return jax.config.jax_enable_x64  # pyright: ignore
 
 
 DEVICE_SPACE = jax.memory.Space.Device
+HOST_IN_HLO = "S(5)"
+"""How XLA writes the host's memory space in a layout."""
 
 
 def memory_space_of(x: Any) -> Any:
@@ -146,3 +167,13 @@ def coordination_client() -> Any:
 def as_weak(x: Any) -> Any:
     """The same buffers as an array of weak type; no public function makes one of existing shards."""
     return ArrayImpl(x.aval.update(weak_type=True), x.sharding, x._arrays, committed=True)
+
+
+def run_equation(eqn: Any, values: list[Any]) -> list[Any]:
+    """The outputs of one equation of a jaxpr on given inputs, as a custom interpreter runs it."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    # Up to jax 0.9 a pair with the functions among the parameters.
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*functions, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]

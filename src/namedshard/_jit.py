@@ -4,19 +4,19 @@ A call flattens its arguments once, looks the program up by structure, avals and
 checks happen when a signature is new.
 """
 
-import collections
 import dataclasses
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._donation import check_live, check_shared, donation_mask
+from namedshard._calls import Call, Store, store_of_function, store_of_structure, weakly
+from namedshard._donation import check_donatable, check_live, check_shared, donation_mask
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
 from namedshard._leaves import Leaf, is_array_like, named_leaves
 from namedshard._mapping import AxisMapping, MappingLike, current_mapping, thread_hint
@@ -24,7 +24,7 @@ from namedshard._mesh import MeshLike, context_mesh
 from namedshard._place import place_leaves
 from namedshard._programs import Program, check_trace, make_program, program_key
 from namedshard._stages import Lowered
-from namedshard._statics import static_key
+from namedshard._statics import check_hashable, held_values, number_types, same_objects, signature, static_key
 from namedshard._validate import expectations, mapping_in_fix, mismatch_text
 
 OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
@@ -52,19 +52,6 @@ class Report:
     bytes_moved: int
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Call:
-    """What to do for one signature: which arguments move first (and which of these are mismatches), and the program."""
-
-    program: Program
-    paths: tuple[str, ...]
-    moves: tuple[tuple[int, NamedSharding], ...]
-    reshards: tuple[int, ...]
-    settled: bool = False
-    streak: int = 0
-    last_run: int = -2
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
     """What `named_jit` was told, apart from the function."""
@@ -76,35 +63,6 @@ class Options:
     donate_kwargs: Any
     on_mismatch: OnMismatch
     jit_kwargs: tuple[tuple[str, Any], ...]
-
-
-class _Store:
-    """What is kept between calls; shared by all wrappings of one function with the same options."""
-
-    def __init__(self) -> None:
-        self.programs: dict[Hashable, Program] = {}
-        self.calls: dict[Hashable, _Call] = {}
-        self.lock = threading.RLock()
-        self.scalars_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
-        self.warned: set[str] = set()
-        self.runs = 0
-        self.reshards = 0
-        self.bytes_moved = 0
-
-
-_stores: collections.OrderedDict[Hashable, _Store] = collections.OrderedDict()
-
-
-def _store_for(key: Hashable) -> _Store:
-    """Wrapping one function twice must not compile it twice; the oldest of 256 are forgotten."""
-    try:
-        store = _stores.setdefault(key, _Store())
-    except TypeError:
-        return _Store()
-    _stores.move_to_end(key)
-    while len(_stores) > 256:
-        _stores.popitem(last=False)
-    return store
 
 
 class NamedJit:
@@ -119,7 +77,7 @@ class NamedJit:
         # A function that holds arrays (a module, a bound method) is an argument like the others.
         self._prefix: tuple[Any, ...] = () if plain else (fn,)
         self._fn_leaf_count = 0 if plain else len(fn_leaves)
-        self._store = _store_for((fn if plain else fn_treedef, options))
+        self._store = store_of_function(fn, options) if plain else store_of_structure(fn_treedef, options)
         self._name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -131,51 +89,58 @@ class NamedJit:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function; traces and compiles when the signature is new."""
         store = self._store
-        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
-        mapping = self._mapping()
-        key = self._key(leaves, treedef, mapping)
-        call = store.calls.get(key)
-        if call is None:
-            call = self._prepare(key, leaves, treedef, mapping, args, kwargs)
+        call, leaves = self._find(args, kwargs)
         program = call.program
         arrays = leaves if program.arrays is None else [leaves[i] for i in program.arrays]
+        if any([arrays[n].is_deleted() for n in call.live]):
+            check_live(self._name, arrays, call.live, call.paths)
         if program.donate:
             check_shared(self._name, arrays, program.donate, call.paths)
         if call.moves:
             arrays = self._place(arrays, call)
-        try:
-            out = program.jitted(*arrays)
-        except RuntimeError as error:
-            if "deleted" in str(error):
-                check_live(self._name, arrays, call.paths)
-            raise
-        store.runs += 1
+        if not call.settled:
+            self._check(call, arrays)
+        out = program.jitted(*arrays)
+        store.runs = call.used = store.runs + 1
         if not call.settled:
             self._settle(call, out)
-        return program.finish(out)
+        return program.finish(out) if program.empty else program.build(out)
 
-    def _mapping(self) -> AxisMapping | None:
-        own = self._options.axis_resources
-        return current_mapping() if own is None else own
-
-    def _key(self, leaves: list[Any], treedef: Any, mapping: AxisMapping | None) -> Hashable:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
+        """What to do for these arguments, and their leaves."""
+        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
+        mapping = self._options.axis_resources
+        if mapping is None:
+            mapping = current_mapping()
+        key = treedef, signature(leaves), mapping, compat.trace_key()
         try:
-            signature = tuple([(x.aval, x.sharding, x.committed) for x in leaves])
-        except AttributeError:
-            signature = tuple([_signature(i, x) for i, x in enumerate(leaves)])
-        return treedef, signature, mapping, compat.context_meshes(), compat.abstract_context_mesh(), compat.x64()
+            call = self._store.calls.get(key)
+        except TypeError:
+            check_hashable(self._name, self._walk(args, kwargs), treedef)
+            raise
+        if call is not None and call.held is not None:
+            held = held_values(treedef)
+            if not same_objects(held, call.held[0]):
+                # Structures are equal whose static fields are 1, 1.0 and True.
+                numbers = number_types(held)
+                if numbers != call.held[1]:
+                    key = (*key, numbers)
+                    call = self._store.calls.get(key)
+        if call is None:
+            call = self._prepare(key, leaves, treedef, mapping, args, kwargs)
+        return call, leaves
 
     # --- a new signature ----------------------------------------------------------------------------------------------
 
     def _prepare(
         self,
-        key: Any,
+        key: tuple[Any, ...],
         leaves: Sequence[Any],
         treedef: jax.tree_util.PyTreeDef,
         mapping: AxisMapping | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> _Call:
+    ) -> Call:
         options, store = self._options, self._store
         with store.lock:
             mesh = context_mesh()
@@ -197,53 +162,70 @@ class NamedJit:
                     raise MismatchError(text)
             reshard = options.on_mismatch == "reshard"
             placed = [e.place if e.mismatch is None or reshard else None for e in wanted]
-            program = self._program(key, leaves, treedef, mapping, walked, placed, args, kwargs)
-            position = {i: n for n, i in enumerate(program.arrays or range(len(leaves)))}
-            paths = tuple(walked[i].path for i in position)
-            moves = tuple((position[i], want) for i, want in enumerate(placed) if want is not None)
-            call = _Call(program, paths, moves, tuple(position[i] for i in bad) if reshard else ())
-            if not program.checked:
-                values = [leaves[i] for i in position]
-                check_shared(self._name, values, program.donate, paths)
-                values = place_leaves(paths, values, moves) if moves else values
-                check_trace(program, values, mesh, paths)
-            self._hint_scalars(walked)
-            store.calls[key] = call
+            held = held_values(treedef)
+            numbers = number_types(held)
+            full_key = (treedef, numbers, program_key(walked, placed), *key[2:])
+            program = store.programs.get(full_key)
+            if program is None:
+                program = self._make(leaves, treedef, mapping, mesh, args, kwargs)
+                store.programs[full_key] = program
+            numbers_of = range(len(leaves)) if program.arrays is None else program.arrays
+            position = {i: n for n, i in enumerate(numbers_of)}
+            call = Call(
+                program,
+                tuple(walked[i].path for i in position),
+                tuple(n for i, n in position.items() if _can_be_deleted(leaves[i])),
+                tuple((position[i], want) for i, want in enumerate(placed) if want is not None),
+                tuple(position[i] for i in bad) if reshard else (),
+                None if numbers is None else (held, numbers),
+            )
+            self._hint_numbers(walked)
+            store.add(key, call)
             return call
 
-    def _program(
+    def _make(
         self,
-        key: Any,
         leaves: Sequence[Any],
         treedef: jax.tree_util.PyTreeDef,
         mapping: AxisMapping | None,
-        walked: Sequence[Leaf],
-        placed: Sequence[NamedSharding | None],
+        mesh: MeshLike | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Program:
         options = self._options
-        full_key = (treedef, program_key(walked, placed), *key[2:])
-        program = self._store.programs.get(full_key)
-        if program is None:
-            mask = [False] * self._fn_leaf_count
-            mask += donation_mask(options.donate_args, options.donate_kwargs, args, kwargs)
-            out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
-            fn = None if self._prefix else self._fn
-            jit_kwargs = dict(options.jit_kwargs)
-            program = make_program(self._name, fn, treedef, leaves, mask, mapping, out_mapping, jit_kwargs)
-            self._store.programs[full_key] = program
-        return program
+        mask = [False] * self._fn_leaf_count
+        mask += donation_mask(self._name, options.donate_args, options.donate_kwargs, args, kwargs)
+        out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
+        fn = None if self._prefix else weakly(self._fn)
+        jit_kwargs = dict(options.jit_kwargs)
+        return make_program(self._name, fn, treedef, leaves, mask, mapping, out_mapping, mesh, jit_kwargs)
+
+    def _check(self, call: Call, arrays: Sequence[Any]) -> None:
+        """What only the trace tells; of the arguments' signature, and before anything runs."""
+        program = call.program
+        with self._store.lock:
+            if not program.checked:
+                text = check_trace(program, arrays)
+                if text is not None:
+                    self._warn(text)
+            if program.donate:
+                check_donatable(self._name, arrays, program.donate, program.outputs, call.paths)
 
     def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
         options = self._options
-        if mesh is not None:
-            return
-        if any((options.in_axis_resources, options.out_axis_resources, mapping)):
+        if mesh is None and any((options.in_axis_resources, options.out_axis_resources, mapping)):
             raise NoMeshError(
                 message(
-                    f"{self._name}: there is an axis mapping, but no mesh is in force" + thread_hint(),
+                    f"{self._name}: there is an axis mapping, but no mesh is in force",
                     fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
+                )
+            )
+        hint = "" if mesh is not None or mapping is not None else thread_hint()
+        if hint:
+            self._warn(
+                message(
+                    f"{self._name}: no axis mapping and no mesh is in force{hint}",
+                    fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
                 )
             )
 
@@ -258,26 +240,26 @@ class NamedJit:
             named += _renamed(named_leaves(kwargs[name]), name)
         return named
 
-    def _hint_scalars(self, walked: Sequence[Leaf]) -> None:
+    def _hint_numbers(self, walked: Sequence[Leaf]) -> None:
         for leaf in walked:
-            if type(leaf.value) not in _SCALARS:
+            if type(leaf.value) not in (bool, int, float, complex):
                 continue
-            seen = self._store.scalars_seen[leaf.path]
-            seen.add(static_key(leaf.value, leaf.path))
-            if len(seen) == 3:
-                kind = type(leaf.value).__name__
-                self._warn(
-                    message(
-                        f"{self._name}: argument {leaf.path} is a Python {kind} and has had 3 distinct values;"
-                        " each of them compiles the function again",
-                        fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
+            seen = self._store.numbers_seen[leaf.path]
+            if len(seen) < 3:
+                seen.add(static_key(leaf.value))
+                if len(seen) == 3:
+                    self._warn(
+                        message(
+                            f"{self._name}: argument {leaf.path} is a Python {type(leaf.value).__name__} and has had 3"
+                            " distinct values; each of them compiles the function again",
+                            fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
+                        )
                     )
-                )
 
     # --- around a run -------------------------------------------------------------------------------------------------
 
-    def _place(self, arrays: Sequence[Any], call: _Call) -> list[Any]:
-        placed = place_leaves(call.paths, arrays, call.moves)
+    def _place(self, arrays: Sequence[Any], call: Call) -> list[Any]:
+        placed = place_leaves(call.paths, arrays, call.moves, call.program.donate)
         if call.reshards:
             store = self._store
             moved = sum(arrays[n].nbytes for n in call.reshards)
@@ -295,25 +277,25 @@ class NamedJit:
                 )
         return placed
 
-    def _settle(self, call: _Call, out: Sequence[Any]) -> None:
+    def _settle(self, call: Call, out: Sequence[Any]) -> None:
         """After the first run: are the outputs where the mapping wants them?"""
         call.settled = True
         lines: list[str] = []
         for x, output in zip(out, call.program.outputs, strict=True):
             asked = output.asked
-            if asked is None or not x.size or isinstance(x, jax.core.Tracer):
+            if asked is None or not x.size or isinstance(x, jax.core.Tracer) or not isinstance(asked.mesh, Mesh):
                 continue
             have = x.sharding
-            if isinstance(asked.mesh, jax.sharding.Mesh) and not have.is_equivalent_to(
-                asked.with_memory_kind(have.memory_kind), x.ndim
-            ):
+            if have.memory_kind != asked.memory_kind:
+                lines.append(f"{output.path}: in memory {have.memory_kind!r}, but {asked.memory_kind!r} was asked for")
+            elif not have.is_equivalent_to(asked, x.ndim):
                 lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
         if lines:
             self._warn(
                 message(
                     f"{self._name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
                     lines,
-                    fix="shard the result after the call, or change out_axis_resources",
+                    fix="move the result after the call with ns.shard",
                 )
             )
 
@@ -333,28 +315,52 @@ class NamedJit:
         Raises:
             NamedShardError: As a call does.
         """
-        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
-        mapping = self._mapping()
-        key = self._key(leaves, treedef, mapping)
-        call = self._store.calls.get(key) or self._prepare(key, leaves, treedef, mapping, args, kwargs)
-        program = call.program
-        arrays = list(leaves) if program.arrays is None else [leaves[i] for i in program.arrays]
+        call, arrays = self._abstract(args, kwargs)
+        return Lowered(call.program.jitted.lower(*arrays), call, self._prefix)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
+        """The result's structure, shapes and dtypes, without running anything.
+
+        Args:
+            *args: Arrays or ``jax.ShapeDtypeStruct``s.
+            **kwargs: The same.
+
+        Returns:
+            The result with a ``jax.ShapeDtypeStruct`` for each array, which has a sharding where a mapping decides it.
+
+        Raises:
+            NamedShardError: As a call does.
+        """
+        program = self._abstract(args, kwargs)[0].program
+        assert program.build is not None
+        return program.build(
+            [
+                jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=o.asked, weak_type=o.weak_type)
+                for o in program.outputs
+            ]
+        )
+
+    def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
+        """The arguments as they would be after placement, and the program, traced."""
+        call, leaves = self._find(args, kwargs)
+        arrays = list(call.program.picked(leaves))
         for n, want in call.moves:
             x = arrays[n]
-            arrays[n] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want, weak_type=getattr(x, "weak_type", False))
-        return Lowered(program.jitted.lower(*arrays), program, call.moves, self._prefix)
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+            weak = bool(getattr(x, "weak_type", False))
+            arrays[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
+        self._check(call, arrays)
+        return call, arrays
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
         store = self._store
-        programs = list(store.programs.values())
-        traces = sum(p.traces for p in programs)
-        compiles = sum(compat.compiled_count(p.jitted) for p in programs)
-        return Report(store.runs, traces, compiles, store.reshards, store.bytes_moved)
+        return Report(store.runs, store.traces, store.compiles, store.reshards, store.bytes_moved)
 
 
+@jax.tree_util.register_pytree_node_class
 class BoundNamedJit:
-    """A `NamedJit` used as a method, with its instance."""
+    """A `NamedJit` used as a method, with its instance; a tree, so that the instance's arrays are seen."""
 
     def __init__(self, jitted: NamedJit, instance: Any):
         self._jitted = jitted
@@ -370,15 +376,22 @@ class BoundNamedJit:
         """Lower the method; see `NamedJit.lower`."""
         return self._jitted.lower(self._instance, *args, **kwargs)
 
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
+        """The method's result without running it; see `NamedJit.eval_shape`."""
+        return self._jitted.eval_shape(self._instance, *args, **kwargs)
 
-def _signature(index: int, x: Any) -> Hashable:
-    if isinstance(x, jax.core.Tracer):
-        return x.aval
-    if isinstance(x, jax.Array):
-        return x.aval, x.sharding, x.committed
-    if is_array_like(x):
-        return tuple(x.shape), x.dtype, getattr(x, "weak_type", False), type(x), getattr(x, "sharding", None)
-    return static_key(x, f"leaf {index}")
+    def tree_flatten(self) -> tuple[tuple[Any, ...], NamedJit]:
+        """The instance, with the function as metadata."""
+        return (self._instance,), self._jitted
+
+    @classmethod
+    def tree_unflatten(cls, aux: NamedJit, children: Sequence[Any]) -> "BoundNamedJit":
+        """The inverse of `tree_flatten`."""
+        return cls(aux, children[0])
+
+
+def _can_be_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:

@@ -30,7 +30,8 @@ class Leaf:
 
 def is_array_like(x: Any) -> bool:
     """True for JAX and numpy arrays, tracers and ``ShapeDtypeStruct``s, which have a shape and a dtype."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    # Classes of numpy scalars have both attributes too.
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 @functools.cache

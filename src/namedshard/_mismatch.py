@@ -1,7 +1,8 @@
 """PURE. How an argument's sharding differs from what a compiled function needs, in words and with the fix."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ class Mismatch:
 
     Attributes:
         path: The user's argument name with the leaf path.
-        classes: What differs: ``"axis names"``, ``"axis types"``, ``"device order"``, ``"device set"``, ``"spec"``,
-            ``"memory kind"``, ``"committed to one device"``, ``"process set"``.
+        classes: What differs: ``"axis names"``, ``"axis sizes"``, ``"axis types"``, ``"device order"``,
+            ``"device set"``, ``"spec"``, ``"memory kind"``, ``"committed to one device"``, ``"process set"``.
         text: What is, and what was expected.
         moved_bytes: What a move would cost.
     """
@@ -45,58 +46,72 @@ def _set_relation(have: set[Any], want: set[Any]) -> str:
     return "disjoint" if not have & want else "overlapping"
 
 
-def _where(sharding: Sharding) -> str:
-    if isinstance(sharding, NamedSharding):
-        return f"{sharding.spec} on mesh ({describe(sharding.mesh)})"
-    if isinstance(sharding, SingleDeviceSharding):
-        return "one device"
-    return type(sharding).__name__
+def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: NamedSharding) -> Mismatch | None:
+    """How a committed array differs from what a call needs; None if it fits.
 
-
-def compare(path: str, x: jax.Array, want: NamedSharding | None, mesh: Mesh) -> Mismatch | None:
-    """How a committed array differs from a wanted sharding (None: any spec will do) on a mesh; None if it fits."""
+    Args:
+        path: Its leaf path.
+        x: The array, or a struct with a sharding.
+        want: The sharding it must have; None: any spec on the mesh will do.
+        mesh: The mesh of the call.
+        place: Where it would be moved.
+    """
     have = x.sharding
-    have_devices, want_devices = compat.device_order(have), tuple(mesh.devices.flat)
-    classes: list[str] = []
-    parts: list[str] = []
-    if isinstance(have, SingleDeviceSharding) and len(want_devices) > 1:
-        classes.append("committed to one device")
-        parts.append(f"committed to one device, {have_devices[0].id}, but expected on {_ids(want_devices)}")
-    elif set(have_devices) != set(want_devices):
-        have_processes = {d.process_index for d in have_devices}
-        want_processes = {d.process_index for d in want_devices}
-        if have_processes != want_processes:
-            classes.append("process set")
-            parts.append(f"spread over processes {sorted(have_processes)}, but expected {sorted(want_processes)}")
-        relation = _set_relation(set(have_devices), set(want_devices))
-        classes.append("device set")
-        parts.append(f"device set {_ids(have_devices)}, but expected {_ids(want_devices)} (it is {relation})")
-    elif have_devices != want_devices:
-        classes.append("device order")
-        parts.append(f"device order {_ids(have_devices)}, but expected {_ids(want_devices)}")
-    if isinstance(have, NamedSharding):
-        if tuple(have.mesh.shape.items()) != tuple(mesh.shape.items()):
-            classes.append("axis names")
-            parts.append(f"mesh axes ({describe(have.mesh)}), but expected ({describe(mesh)})")
-        elif have.mesh.axis_types != mesh.axis_types:
-            classes.append("axis types")
-            types = ", ".join(t.name for t in have.mesh.axis_types)
-            parts.append(f"axis types ({types}), but expected ({', '.join(t.name for t in mesh.axis_types)})")
-    if want is not None and not classes and not have.is_equivalent_to(want, x.ndim):
+    found = [*_devices(have, mesh), *_axes(have, mesh)]
+    if want is not None and not found and not have.is_equivalent_to(want, len(x.shape)):
         if have.memory_kind != want.memory_kind:
-            classes.append("memory kind")
-            parts.append(f"memory kind {have.memory_kind!r}, but expected {want.memory_kind!r}")
-        if not have.is_equivalent_to(want.with_memory_kind(have.memory_kind), x.ndim):
-            classes.append("spec")
-            parts.append(f"spec {_spec(have)}, but expected {_spec(want)}")
-    if not classes:
+            found.append(("memory kind", f"memory kind {have.memory_kind!r}, but expected {want.memory_kind!r}"))
+        if not have.is_equivalent_to(want.with_memory_kind(have.memory_kind), len(x.shape)):
+            found.append(("spec", f"spec {_spec(have)}, but expected {_spec(want)}"))
+    if not found:
         return None
-    text = f"[{', '.join(classes)}] {'; '.join(parts)}; a move costs {human_bytes(x.nbytes)}"
-    return Mismatch(path, tuple(classes), text, x.nbytes)
+    classes = tuple(kind for kind, _ in found)
+    cost = _cost(x, place)
+    text = f"[{', '.join(classes)}] {'; '.join(part for _, part in found)}; a move costs {human_bytes(cost)}"
+    return Mismatch(path, classes, text, cost)
+
+
+def _devices(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    present, expected = compat.device_order(have), tuple(mesh.devices.flat)
+    if isinstance(have, SingleDeviceSharding) and len(expected) > 1:
+        text = f"committed to one device, {present[0].id}, but expected on {_ids(expected)}"
+        yield "committed to one device", text
+    elif set(present) != set(expected):
+        processes, wanted = (sorted({d.process_index for d in devices}) for devices in (present, expected))
+        if processes != wanted:
+            yield "process set", f"spread over processes {processes}, but expected {wanted}"
+        relation = _set_relation(set(present), set(expected))
+        yield "device set", f"device set {_ids(present)}, but expected {_ids(expected)} (it is {relation})"
+    elif present != expected:
+        yield "device order", f"device order {_ids(present)}, but expected {_ids(expected)}"
+
+
+def _axes(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    if not isinstance(have, NamedSharding):
+        return
+    if tuple(have.mesh.shape.items()) != tuple(mesh.shape.items()):
+        kind = "axis sizes" if have.mesh.axis_names == mesh.axis_names else "axis names"
+        yield kind, f"mesh axes ({describe(have.mesh)}), but expected ({describe(mesh)})"
+    elif have.mesh.axis_types != mesh.axis_types:
+        present, expected = (", ".join(t.name for t in m.axis_types) for m in (have.mesh, mesh))
+        yield "axis types", f"axis types ({present}), but expected ({expected})"
 
 
 def _spec(sharding: Sharding) -> PartitionSpec | str:
-    return sharding.spec if isinstance(sharding, NamedSharding) else _where(sharding)
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    return "one device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
+
+
+def _cost(x: Any, place: NamedSharding) -> int:
+    """Bytes to move: none where only names change, else all."""
+    shape, have = tuple(x.shape), x.sharding
+    stays = (
+        compat.device_order(have) == compat.device_order(place)
+        and have.memory_kind == place.memory_kind
+        and have.devices_indices_map(shape) == place.devices_indices_map(shape)
+    )
+    return 0 if stays else math.prod(shape) * x.dtype.itemsize
 
 
 def compare_devices(path: str, x: jax.Array, reference_path: str, reference: jax.Array) -> Mismatch | None:

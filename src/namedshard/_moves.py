@@ -69,15 +69,16 @@ def _part(spec: PartitionSpec, names: set[str], elsewhere: Any) -> PartitionSpec
     return PartitionSpec(*((k[0] if len(k) == 1 else k) if k else elsewhere for k in kept))
 
 
-def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec) -> Any:
+def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec, *, is_argument: bool) -> Any:
     """``with_sharding_constraint`` on Auto axes, ``reshard`` on Explicit ones, one after the other on mixed meshes."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     auto = {n for n, t in types.items() if t == AxisType.Auto}
     explicit = {n for n, t in types.items() if t == AxisType.Explicit}
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     typed_for = jax.typeof(x).sharding.mesh
-    if auto and compat.any_explicit(typed_for) and typed_for != abstract:
-        # A constraint on an array whose type names another mesh is an assertion; `reshard` changes the type.
+    has_devices = is_argument and not typed_for.empty
+    if auto and not typed_for.empty and typed_for != abstract and (explicit or compat.any_explicit(typed_for)):
+        # On an array typed for another mesh a constraint is an assertion, and a `reshard` of some axes loses the spec.
         x = jax.sharding.reshard(x, NamedSharding(compat.twin(mesh, AxisType.Explicit), spec))
     if not explicit:
         foreign = compat.abstract_context_mesh()
@@ -85,7 +86,7 @@ def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec) -> Any:
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
         with jax.sharding.use_abstract_mesh(abstract):
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    if isinstance(mesh, Mesh) and typed_for.empty and compat.abstract_context_mesh() is None:
+    if isinstance(mesh, Mesh) and not has_devices and compat.abstract_context_mesh() is None:
         # Without a context mesh, only an Auto constraint tells the compiler which devices are meant.
         x = jax.lax.with_sharding_constraint(x, NamedSharding(compat.twin(mesh, AxisType.Auto), spec))
     if not auto:
@@ -131,7 +132,7 @@ def _trace(moves: Sequence[Move], manual: frozenset[str]) -> None:
             x = jax.device_put(x, jax.memory.Space.Device)
         if set(mesh.axis_names) - manual:
             try:
-                x = _constrain(x, mesh, spec)
+                x = _constrain(x, mesh, spec, is_argument=isinstance(move.value, jax.core.Tracer))
             except ValueError as error:
                 if staging:
                     raise
@@ -212,18 +213,12 @@ def _own_copy(value: Any) -> np.ndarray:
 
 
 def _put(moves: Sequence[Move], values: Sequence[Any]) -> None:
-    """``device_put`` in two batches: JAX donates a whole batch or nothing, and only within one memory kind."""
-    batches: tuple[list[int], list[int]] = ([], [])
-    for i, (move, value) in enumerate(zip(moves, values, strict=True)):
-        batches[move.donate and value.sharding.memory_kind == move.want.memory_kind].append(i)
-    for donate, batch in enumerate(batches):
-        if batch:
-            sources = [values[i] if donate else _unshared(values[i], moves[i].want) for i in batch]
-            results = jax.device_put(sources, [moves[i].want for i in batch], donate=bool(donate))
-            for i, result in zip(batch, results, strict=True):
-                moves[i].result = result
-    for move in moves:
-        if move.donate and not move.value.is_deleted():
+    """One ``device_put`` for all, never with its ``donate``: that deletes nothing, and crashes between two devices."""
+    sources = [_unshared(v, m.want) for m, v in zip(moves, values, strict=True)]
+    results = jax.device_put(sources, [m.want for m in moves])
+    for move, result in zip(moves, results, strict=True):
+        move.result = result
+        if move.donate:
             move.value.delete()
 
 
@@ -357,9 +352,20 @@ def onto_devices(
         return jax.device_put([piece] * len(places), places)
 
 
-def from_device_pieces(
-    shape: tuple[int, ...], sharding: Sharding | None, arrays: Sequence[jax.Array]
-) -> jax.Array:
+def host_piece(piece: Any, box: Bounds) -> np.ndarray:
+    """A box of one device's piece of an array (or of a host array) as numpy; on CPUs a view of its memory."""
+    index = tuple(slice(lo, hi) for lo, hi in box)
+    whole = all(b == (0, n) for b, n in zip(box, piece.shape, strict=True))
+    if whole or not isinstance(piece, jax.Array) or in_host_memory(piece.sharding):
+        return np.asarray(piece)[index]
+    if piece.sharding.memory_kind != _device_kind(piece.sharding):
+        return np.asarray(piece)[index]
+    # Only the box crosses to the host, and JAX keeps no copy of the whole piece there.
+    with compat.no_context_mesh():
+        return np.asarray(jax.lax.dynamic_slice(piece, [lo for lo, _ in box], [hi - lo for lo, hi in box]))
+
+
+def from_device_pieces(shape: tuple[int, ...], sharding: Sharding | None, arrays: Sequence[jax.Array]) -> jax.Array:
     """An array of the pieces that `onto_devices` made."""
     if sharding is None:
         return arrays[0]
@@ -379,7 +385,7 @@ def _in_device_memory(move: Move) -> Any:
 def two_hops(moves: Sequence[Move]) -> None:
     """``device_put`` by way of device memory: it cannot change the devices' order and leave host memory in one go."""
     sources = [_in_device_memory(m) for m in moves]
-    hop = [dataclasses.replace(m, want=m.want.with_memory_kind(_device_kind(m.want))) for m in moves]
+    hop = [dataclasses.replace(m, want=m.want.with_memory_kind(_device_kind(m.want)), donate=False) for m in moves]
     _put(hop, sources)
     _finish(moves, [h.result for h in hop])
 
@@ -391,7 +397,7 @@ def _finish(moves: Sequence[Move], results: Sequence[Any]) -> None:
     there = dict(zip(elsewhere, moved, strict=True))
     for i, (move, result) in enumerate(zip(moves, results, strict=True)):
         move.result = there.get(i, result)
-        if move.donate and not move.value.is_deleted():
+        if move.donate:
             move.value.delete()
 
 
@@ -415,3 +421,20 @@ _EXECUTORS: dict[Route, Callable[[Sequence[Move]], None]] = {
     Route.DEVICE_PUT: _within_process,
     Route.CONSTRAIN_JIT: constrain_jit,
 }
+
+
+def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
+    """The same arrays in another memory kind, on the same devices in the same shards; traced or not."""
+    out: list[Any] = list(values)
+    eager = [i for i, x in enumerate(values) if not isinstance(x, jax.core.Tracer)]
+    staging = bool(eager) and compat.staging()
+    for i, x in enumerate(values):
+        if staging or isinstance(x, jax.core.Tracer):
+            out[i] = jax.device_put(x, compat.space_of_kind(memory_kind))
+    if eager and not staging:
+        with compat.no_context_mesh():
+            moving = [i for i in eager if values[i].sharding.memory_kind != memory_kind]
+            places = [values[i].sharding.with_memory_kind(memory_kind) for i in moving]
+            for i, moved in zip(moving, jax.device_put([values[i] for i in moving], places), strict=True):
+                out[i] = moved
+    return out

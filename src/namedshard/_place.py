@@ -30,7 +30,7 @@ from namedshard._leaves import named_leaves
 from namedshard._mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
 from namedshard._mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
 from namedshard._plan import Plan, plan_leaves, with_policy
-from namedshard._route import Placement, Route, placement_of, route_for, wanted_memory_kind
+from namedshard._route import Placement, Route, placement_of, route_for, same_place, wanted_memory_kind
 
 
 class _Entry:
@@ -189,6 +189,12 @@ def shard(
     return jax.tree_util.tree_unflatten(treedef, placed)
 
 
+def _is_concrete_array(x: Any) -> bool:
+    return type(x) is compat.ArrayImpl or (
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and compat.is_key_array(x)
+    )
+
+
 def _all_in_place(entry: _Entry, leaves: Sequence[Any], memory_kind: str | None) -> bool:
     """The fast path of a call that has nothing to do: one look at each leaf."""
     if not compat.nothing_traced():
@@ -197,13 +203,13 @@ def _all_in_place(entry: _Entry, leaves: Sequence[Any], memory_kind: str | None)
     for i, (leaf, planned) in enumerate(zip(leaves, entry.plan.leaves, strict=True)):
         if planned.spec is None:
             continue
-        if type(leaf) is not compat.ArrayImpl or leaf.is_deleted() or not leaf.committed:
+        if not _is_concrete_array(leaf) or leaf.is_deleted() or not leaf.committed:
             return False
         have = leaf.sharding
         if have is in_place[i]:
             continue
         want = entry.sharding(i, memory_kind or have.memory_kind)
-        if not (have is want or (isinstance(have, NamedSharding) and have.mesh is want.mesh and have == want)):
+        if not same_place(have, want, leaf.ndim):
             return False
         in_place[i] = have
     return True
@@ -352,23 +358,32 @@ def auto_sharded(tree: PyTree, mesh: MeshLike | None = None) -> PyTree:
     return tree if mapping is None else shard(tree, mapping, mesh)
 
 
-def place_leaves(paths: Sequence[str], values: Sequence[Any], wanted: Sequence[tuple[int, NamedSharding]]) -> list[Any]:
+def place_leaves(
+    paths: Sequence[str],
+    values: Sequence[Any],
+    wanted: Sequence[tuple[int, NamedSharding]],
+    donate: Sequence[int] = (),
+) -> list[Any]:
     """Bring some of many values to given shardings, in one batch; the others come back as they are.
 
     Args:
         paths: A leaf path for each value, for messages.
         values: Arrays, host arrays or tracers.
         wanted: (index into ``values``, sharding) of those to bring.
+        donate: Indices of arrays to give up if they have to move.
 
     Raises:
-        DeletedArrayError, MemoryKindError, NarrowingError: As `shard` does, before anything moves.
+        DeletedArrayError, MixedAxesError, NarrowingError: As `shard` does, before anything moves.
     """
     staging = compat.staging()
     work: list[moves.Move] = []
     for i, want in wanted:
         now = placement_of(values[i], staging)
-        work.append(moves.Move(paths[i], values[i], now, want, route_for(now, want, values[i].shape)))
+        route = route_for(now, want, values[i].shape)
+        given_up = i in donate and isinstance(values[i], jax.Array) and route is not Route.TRACED
+        work.append(moves.Move(paths[i], values[i], now, want, route, given_up))
     _check_deleted(work, len(values))
+    moves.check_mixed([m for m in work if m.route is Route.TRACED], len(values))
     moves.check_narrowing(work, len(values))
     _run(work, manual_axes())
     out = list(values)

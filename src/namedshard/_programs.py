@@ -7,16 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._donation import check_donatable
 from namedshard._errors import IgnoredTransferError, message
-from namedshard._jaxprs import ignored_transfers
+from namedshard._jaxprs import Transfer, ignored_specs, ignored_transfers
 from namedshard._leaves import Leaf, is_array_like, named_leaves
 from namedshard._mapping import AxisMapping, axis_mapping
 from namedshard._mesh import MeshLike, manual_axes, resolve_mesh
-from namedshard._place import shard
+from namedshard._place import place_leaves
 from namedshard._plan import plan_leaves
 from namedshard._statics import static_key
 from namedshard._unflatten import Builder, unflattener
@@ -31,6 +30,7 @@ class Output:
     asked: NamedSharding | None
     shape: tuple[int, ...]
     dtype: Any
+    weak_type: bool
     memory_kind: str
 
 
@@ -38,23 +38,43 @@ class Output:
 class Program:
     """One structure, one set of statics and avals, one mapping, one mesh.
 
-    ``arrays`` numbers the argument leaves that go in; None means all of them.
+    Attributes:
+        name: The function's.
+        treedef: Of the arguments.
+        statics: The argument leaves that do not go in, None in place of those that do.
+        arrays: The numbers of the argument leaves that go in; None means all of them.
+        donate: Positions among these.
+        mesh: What it is traced under.
+        jitted: The flat function.
+        traces: How often the function's body has run.
+        checked: Whether the trace was looked at.
+        outputs: The array outputs, in order.
+        empty: Positions of outputs without elements that a mapping places: the compiler forgets where these belong.
+        build: From flat outputs to the result.
     """
 
     name: str
     treedef: jax.tree_util.PyTreeDef
+    statics: tuple[Any, ...]
     arrays: tuple[int, ...] | None
     donate: tuple[int, ...]
+    mesh: MeshLike | None
     jitted: Any = None
     traces: int = 0
     checked: bool = False
     outputs: tuple[Output, ...] = ()
+    empty: tuple[tuple[int, NamedSharding], ...] = ()
     build: Builder | None = None
-    out_treedef: jax.tree_util.PyTreeDef | None = None
+
+    def picked(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves that go in."""
+        return leaves if self.arrays is None else [leaves[i] for i in self.arrays]
 
     def finish(self, out: Sequence[Any]) -> Any:
         """The function's result from the flat outputs."""
         assert self.build is not None
+        if self.empty and not any(isinstance(out[n], jax.core.Tracer) for n, _ in self.empty):
+            out = place_leaves([o.path for o in self.outputs], out, self.empty)
         return self.build(out)
 
 
@@ -62,41 +82,44 @@ def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
     if isinstance(x, jax.core.Tracer):
         return x.aval
     weak = bool(getattr(x, "weak_type", False))
-    space = compat.memory_space_of(x) if isinstance(x, jax.Array) else compat.DEVICE_SPACE
-    typed: Hashable = None
-    if placed is not None:
-        typed = (placed.mesh.abstract_mesh, placed.spec) if compat.any_explicit(placed.mesh) else None
-        space = compat.space_of_kind(placed.memory_kind)
+    space, typed = compat.DEVICE_SPACE, None
+    sharding = placed if placed is not None or isinstance(x, jax.Array) else getattr(x, "sharding", None)
+    if sharding is not None:
+        typed = (_abstract(sharding), sharding.spec) if compat.any_explicit(sharding.mesh) else None
+        space = compat.space_of_kind(sharding.memory_kind)
     elif isinstance(x, jax.Array):
-        typed = compat.explicit_type(x)
-    elif getattr(x, "sharding", None) is not None:
-        typed = x.sharding
+        typed, space = compat.explicit_type(x), compat.memory_space_of(x)
     return tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), weak, space, typed
+
+
+def _abstract(sharding: NamedSharding) -> Any:
+    return sharding.mesh.abstract_mesh if isinstance(sharding.mesh, Mesh) else sharding.mesh
 
 
 def program_key(walked: Sequence[Leaf], placed: Sequence[NamedSharding | None]) -> tuple[Hashable, ...]:
     """What a trace depends on, leaf by leaf: numpy or jax, committed or not, makes no difference to it."""
     return tuple(
-        _aval_key(leaf.value, want) if is_array_like(leaf.value) else static_key(leaf.value, leaf.path)
+        _aval_key(leaf.value, want) if is_array_like(leaf.value) else static_key(leaf.value)
         for leaf, want in zip(walked, placed, strict=True)
     )
 
 
 def make_program(
     name: str,
-    fn: Callable[..., Any] | None,
+    fn: Callable[[], Callable[..., Any]] | None,
     treedef: jax.tree_util.PyTreeDef,
     leaves: Sequence[Any],
     donate_mask: Sequence[bool],
     mapping: AxisMapping | None,
     out_mapping: AxisMapping | None,
+    mesh: MeshLike | None,
     jit_kwargs: dict[str, Any],
 ) -> Program:
-    """A program that is traced at its first use. ``fn`` None: the function is part of the tree."""
+    """A program that is traced at its first use. ``fn`` gives the function; None: it is part of the tree."""
     arrays = tuple(i for i, x in enumerate(leaves) if is_array_like(x))
     statics = tuple(None if is_array_like(x) else x for x in leaves)
     donate = tuple(n for n, i in enumerate(arrays) if donate_mask[i])
-    program = Program(name, treedef, None if len(arrays) == len(leaves) else arrays, donate)
+    program = Program(name, treedef, statics, None if len(arrays) == len(leaves) else arrays, donate, mesh)
 
     def flat(*values: Any) -> tuple[Any, ...]:
         program.traces += 1
@@ -104,7 +127,7 @@ def make_program(
         for i, x in zip(arrays, values, strict=True):
             full[i] = x
         whole = jax.tree_util.tree_unflatten(treedef, full)
-        call, args, kwargs = whole if fn is None else (fn, *whole)
+        call, args, kwargs = whole if fn is None else (fn(), *whole)
         if mapping is None:
             return _record(program, call(*args, **kwargs), out_mapping)
         with axis_mapping(mapping):
@@ -120,56 +143,92 @@ def _is_output_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
+def _asked(leaves: Sequence[Leaf], treedef: Any, out_mapping: AxisMapping | None) -> list[NamedSharding | None]:
+    mesh = resolve_mesh(None)
+    if mesh is None or (out_mapping is None and all(leaf.own is None for leaf in leaves)):
+        return [None] * len(leaves)
+    mapping = out_mapping if out_mapping is not None else AxisMapping()
+    plan = plan_leaves(leaves, treedef, mapping, mesh, memory_kind=None, manual=manual_axes())
+    asked: list[NamedSharding | None] = []
+    for leaf, planned in zip(leaves, plan.leaves, strict=True):
+        want = plan.sharding_of(planned) if _is_output_array(leaf.value) else None
+        if want is not None and isinstance(leaf.value, jax.Array):
+            kind = compat.memory_kind_of_traced(leaf.value)
+            want = want if kind == "device" else want.with_memory_kind(kind)
+        asked.append(want)
+    return asked
+
+
 def _record(program: Program, out: Any, out_mapping: AxisMapping | None) -> tuple[Any, ...]:
     """Constrain the outputs, and note their structure and what was asked of them."""
     leaves, treedef = jax.tree_util.tree_flatten(out)
     walked = named_leaves(out)
-    mesh = resolve_mesh(None)
-    asked: list[NamedSharding | None] = [None] * len(leaves)
-    if mesh is not None and (out_mapping is not None or any(leaf.own is not None for leaf in walked)):
-        mapping = out_mapping if out_mapping is not None else AxisMapping()
-        plan = plan_leaves(walked, treedef, mapping, mesh, memory_kind=None, manual=manual_axes())
-        asked = [plan.sharding_of(leaf) for leaf in plan.leaves]
-        leaves = jax.tree_util.tree_leaves(shard(out, mapping, mesh))
+    asked = _asked(walked, treedef, out_mapping)
+    wanted = [(i, want) for i, want in enumerate(asked) if want is not None]
+    if wanted:
+        leaves = place_leaves([leaf.path for leaf in walked], leaves, wanted)
     picked = [i for i, x in enumerate(leaves) if _is_output_array(x)]
-    values = tuple(jnp.asarray(leaves[i]) if not isinstance(leaves[i], jax.Array) else leaves[i] for i in picked)
+    values = tuple(leaves[i] if isinstance(leaves[i], jax.Array) else jnp.asarray(leaves[i]) for i in picked)
     program.outputs = tuple(
-        Output(walked[i].path or "the result", asked[i], tuple(x.shape), x.dtype, compat.memory_kind_of_traced(x))
+        Output(
+            walked[i].path or "the result",
+            asked[i],
+            tuple(x.shape),
+            x.dtype,
+            bool(getattr(x, "weak_type", False)),
+            compat.memory_kind_of_traced(x),
+        )
         for i, x in zip(picked, values, strict=True)
     )
-    program.out_treedef = treedef
+    program.empty = tuple(
+        (n, o.asked)
+        for n, o in enumerate(program.outputs)
+        if o.asked is not None and 0 in o.shape and isinstance(o.asked.mesh, Mesh)
+    )
     build = unflattener(treedef)
     if len(picked) == len(leaves):
         program.build = build
-    else:
-        statics = [None if _is_output_array(x) else x for x in leaves]
+        return values
+    statics = [None if _is_output_array(x) else x for x in leaves]
 
-        def with_statics(arrays: Sequence[Any]) -> Any:
-            full = list(statics)
-            for i, x in zip(picked, arrays, strict=True):
-                full[i] = x
-            return build(full)
+    def with_statics(arrays: Sequence[Any]) -> Any:
+        full = list(statics)
+        for i, x in zip(picked, arrays, strict=True):
+            full[i] = x
+        return build(full)
 
-        program.build = with_statics
+    program.build = with_statics
     return values
 
 
-def check_trace(program: Program, values: Sequence[Any], mesh: MeshLike | None, paths: Sequence[str]) -> None:
-    """Trace, and raise for what the compiler would get wrong without a word."""
-    traced = program.jitted.trace(*values)
-    devices = traced_devices(values, mesh)
-    found = ignored_transfers(traced.jaxpr.jaxpr, devices) if devices is not None else []
-    if found and devices is not None:
-        noun = "device_put" if len(found) == 1 else "device_puts"
-        raise IgnoredTransferError(
-            message(
-                f"{program.name}: {len(found)} {noun} in traced code would be ignored by the compiler, which runs on"
-                f" {devices[0].platform} devices {[d.id for d in devices]}",
-                [f"{t.source}: to {t.target}" for t in found],
-                fix="move the result after the call; for host memory, use"
-                ' ns.shard(..., memory_kind="pinned_host") or jax.device_put(x, jax.memory.Space.Host)',
-            )
-        )
-    outputs = [(o.shape, o.dtype, o.asked, o.memory_kind) for o in program.outputs]
-    check_donatable(program.name, values, program.donate, outputs, paths)
+def check_trace(program: Program, values: Sequence[Any]) -> str | None:
+    """Trace, and find what the compiler would get wrong without a word: an error, or a warning to give."""
+    jaxpr = program.jitted.trace(*values).jaxpr
+    devices, fixed = traced_devices(values, program.mesh)
+    if devices is not None:
+        found = ignored_transfers(jaxpr.jaxpr, devices, fixed)
+        if found:
+            _raise_ignored(program.name, found, devices)
     program.checked = True
+    specs = ignored_specs(jaxpr.jaxpr, [getattr(x, "sharding", None) for x in values])
+    if not specs:
+        return None
+    noun = "device_put asks" if len(specs) == 1 else "device_puts ask"
+    return message(
+        f"{program.name}: {len(specs)} {noun} for a spec in traced code, which the compiler ignores on Auto axes",
+        [f"{t.source}: to {t.target}" for t in specs],
+        fix="use ns.shard, or jax.lax.with_sharding_constraint",
+    )
+
+
+def _raise_ignored(name: str, found: Sequence[Transfer], devices: Sequence[jax.Device]) -> None:
+    noun = "device_put" if len(found) == 1 else "device_puts"
+    raise IgnoredTransferError(
+        message(
+            f"{name}: {len(found)} {noun} in traced code would be ignored by the compiler, which runs on"
+            f" {devices[0].platform} devices {[d.id for d in devices]}",
+            [f"{t.source}: to {t.target}" for t in found],
+            fix="move the result after the call; for host memory, use"
+            ' ns.shard(..., memory_kind="pinned_host") or jax.device_put(x, jax.memory.Space.Host)',
+        )
+    )

@@ -1,8 +1,7 @@
 """PURE. An explained plan as text, JSON and HTML.
 
-`Findings` holds one `Row` per array. The text is laid out here rather than by rich's tables, which break long words in
-the middle: columns are left out or folded between words until the table fits the width, and what needs a sentence (why
-a candidate lost, what is wrong) stands on a line of its own below its row.
+`Findings` holds one `Row` per array. In text, columns are left out or folded between words until the table fits the
+width, and what needs a sentence (why a candidate lost, what is wrong) stands on a line of its own below its row.
 """
 
 import dataclasses
@@ -10,18 +9,17 @@ import html
 import json
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
-from rich.cells import cell_len
 from rich.text import Text
 
-from namedshard._errors import MAX_LISTED, count_of, human_bytes
+from namedshard._errors import MAX_LISTED, at, count_of, human_bytes
 from namedshard._mapping import AxisMapping, First, MeshAxes, Rule
 from namedshard._mesh import MeshLike, describe
 from namedshard._plan import BUSY, INDIVISIBLE, AxisChoice, LeafPlan
+from namedshard._table import Column, fit, header, prose, row_lines, total
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,49 +217,17 @@ def _collapse_at(rows: Sequence[Row], position: int) -> list[Row]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
-class _Column:
-    """A column's title and cells; ``folds`` splits a cell where a line may end (None: nowhere)."""
-
-    title: str
-    cells: list[str]
-    folds: re.Pattern[str] | None = None
-    right: bool = False
-    width: int = 0
-
-    def pieces(self, cell: str) -> list[str]:
-        return [p for p in self.folds.split(cell) if p] if self.folds else [cell]
-
-    def natural(self) -> int:
-        return max(cell_len(c) for c in (self.title, *self.cells))
-
-    def least(self) -> int:
-        words = (p.rstrip() for c in self.cells for p in self.pieces(c))
-        return max(cell_len(self.title), *(cell_len(w) + 2 for w in words)) if self.folds else self.natural()
-
-    def fold(self, cell: str) -> list[str]:
-        """A cell's lines; those after the first are indented."""
-        lines: list[str] = []
-        for piece in self.pieces(cell):
-            if lines and cell_len((lines[-1] + piece).rstrip()) <= self.width:
-                lines[-1] += piece
-            else:
-                lines.append(piece if not lines else "  " + piece)
-        return [line.rstrip() for line in lines]
-
-
-_GAP = "  "
 _BEFORE_PART = re.compile(r"(?<!\.)(?=\.(?!\.)|\[)")
 _AFTER_WORD = re.compile(r"(?<=[, ])(?! )")
 
 
 def _path_text(row: Row) -> str:
-    return (row.path or "(root)") + (f" ×{row.leaves}" if row.leaves > 1 else "")
+    return at(row.path) + (f" ×{row.leaves}" if row.leaves > 1 else "")
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, _Column]:
+def _columns(rows: Sequence[Row]) -> dict[str, Column]:
     def column(title: str, of: Callable[[Row], str], folds: re.Pattern[str] | None = None, right: bool = False):
-        return _Column(title, [of(row) for row in rows], folds, right)
+        return Column(title, [of(row) for row in rows], folds, right)
 
     return {
         "leaf": column("leaf", _path_text, _BEFORE_PART),
@@ -275,7 +241,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, _Column]:
     }
 
 
-def _chosen(rows: Sequence[Row], width: int) -> tuple[list[_Column], list[_Column]]:
+def _chosen(rows: Sequence[Row], width: int) -> tuple[list[Column], list[Column]]:
     """The columns to show, and those with the same cell everywhere that are told below the table instead.
 
     Of the choices that fit, the one that takes the fewest lines; among equals the fullest.
@@ -286,53 +252,14 @@ def _chosen(rows: Sequence[Row], width: int) -> tuple[list[_Column], list[_Colum
     merged = ("leaf", "placed", "dtype", "size", "now", "route")
     without = [constant[:n] for n in range(len(constant) + 1)]
     choices = [[named[k] for k in keys if k not in gone] for keys in (whole, merged) for gone in without]
-    fitting = [c for c in choices if _total([column.least() for column in c]) <= width]
-    best = min(fitting, key=lambda c: _fit(c, width), default=None)
-    if best is None or _fit(best, width) > 1.5 * len(rows):
+    fitting = [c for c in choices if total([column.least for column in c]) <= width]
+    best = min(fitting, key=lambda c: fit(c, width), default=None)
+    if best is None or fit(best, width) > 1.5 * len(rows):
         # A dtype is worth less than a table that can be read.
         best = [named[k] for k in merged if k not in ("dtype", *constant)]
-        _fit(best, width)
+        fit(best, width)
     lifted = [named[k] for k in constant if named[k] not in best]
     return best, lifted
-
-
-def _total(widths: Sequence[int]) -> int:
-    return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def _fit(columns: Sequence[_Column], width: int) -> int:
-    """Set the columns' widths, narrowing the widest of those that fold; the number of lines this takes."""
-    for column in columns:
-        column.width = column.natural()
-    while _total([c.width for c in columns]) > width:
-        wide = [c for c in columns if c.width > c.least()]
-        if not wide:
-            break
-        max(wide, key=lambda c: c.width).width -= 1
-    return sum(max(map(len, cells)) for cells in zip(*(map(c.fold, c.cells) for c in columns), strict=True))
-
-
-def _line(cells: Sequence[str], columns: Sequence[_Column], style: str = "") -> Text:
-    padded = [
-        (" " * (c.width - cell_len(s)) + s) if c.right else (s + " " * (c.width - cell_len(s)))
-        for s, c in zip(cells, columns, strict=True)
-    ]
-    return Text(_GAP.join(padded).rstrip(), style=style)
-
-
-_TOGETHER = re.compile(r"\(\d+ = [^()]*\)|\d [KMGT]?i?B\b")
-
-
-def _prose(text: str, width: int, style: str, indent: str = "  ") -> Iterator[Text]:
-    for line in textwrap.wrap(
-        _TOGETHER.sub(lambda found: found[0].replace(" ", "\xa0"), text),
-        max(width, 20),
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    ):
-        yield Text(line.replace("\xa0", " "), style=style)
 
 
 def lines(found: Findings, width: int, *, all: bool = False) -> Iterator[Text]:
@@ -346,26 +273,22 @@ def lines(found: Findings, width: int, *, all: bool = False) -> Iterator[Text]:
     rows = found.rows if all else collapse(found.rows)
     if rows:
         columns, lifted = _chosen(rows, width)
-        yield _line([c.title for c in columns], columns, "bold")
-        yield Text("─" * _total([c.width for c in columns]), style="dim")
+        yield from header(columns)
         for i, row in enumerate(rows):
-            cells = [c.fold(c.cells[i]) for c in columns]
-            style = "red" if row.problems else ("dim" if row.plan.spec is None else "")
-            for j in range(max(map(len, cells))):
-                yield _line([c[j] if j < len(c) else "" for c in cells], columns, style)
+            yield from row_lines(columns, i, "red" if row.problems else "dim" if row.plan.spec is None else "")
             for text in row.why:
-                yield from _prose(text, width, "dim")
+                yield from prose(text, width, "dim", "  ")
             for text in row.problems:
-                yield from _prose(text, width, "red")
+                yield from prose(text, width, "red", "  ")
         yield Text("")
         if lifted:
-            yield from _prose("all leaves: " + ", ".join(f"{c.title} {c.cells[0]}" for c in lifted), width, "", "")
+            yield from prose("all leaves: " + ", ".join(f"{c.title} {c.cells[0]}" for c in lifted), width)
     for text in _totals(found):
-        yield from _prose(text, width, "", "")
+        yield from prose(text, width)
     for text in _wrong(found):
-        yield from _prose(text, width, "red", "")
+        yield from prose(text, width, "red")
     for lint in found.lints:
-        yield from _prose(f"! {lint.text}", width, "yellow", "")
+        yield from prose(f"! {lint.text}", width, "yellow")
 
 
 def _count(n: int, noun: str, plural: str) -> str:

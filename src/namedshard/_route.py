@@ -27,6 +27,10 @@ class Route(enum.Enum):
     COLLECTIVE = "collective"
 
 
+CHUNK_BYTES = 64 << 20
+"""What `shard` may use on a device, beyond source and target shards, for arrays that go to other processes."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
     """Where a leaf is now.
@@ -93,3 +97,19 @@ def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Ro
     if not now.addressable and now.sharding.device_set == want.device_set:
         return Route.DEVICE_PUT
     return Route.COLLECTIVE
+
+
+def transient_bytes(route: Route, source_shard: int, target_shard: int) -> int:
+    """The most bytes that a leaf takes on one device while it moves, its source and target shards included.
+
+    Args:
+        route: How it moves.
+        source_shard: Bytes of one shard where it is now; 0 on the host.
+        target_shard: Bytes of one shard where it is wanted.
+    """
+    if route in (Route.LEFT, Route.ANNOTATE, Route.KEEP, Route.TRACED):
+        return 0
+    if route is Route.FROM_HOST:
+        return target_shard
+    chunk = CHUNK_BYTES if route in (Route.CONSTRAIN_JIT, Route.COLLECTIVE) else 0
+    return source_shard + target_shard + chunk

@@ -171,11 +171,12 @@ def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh:
         P('model',)
     """
     where = _mesh_or_error(resolve_mesh(mesh))
-    return jax.tree_util.tree_map(
-        lambda spec: NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec,
-        pspec_for(tree_or_axes, mapping, where),
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+
+    def sharding(spec: Any) -> Any:
+        return NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec
+
+    specs = pspec_for(tree_or_axes, mapping, where)
+    return jax.tree_util.tree_map(sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _mesh_or_error(mesh: MeshLike | None) -> MeshLike:

@@ -1,29 +1,132 @@
-"""PURE. Static arguments: what identifies a non-array leaf of a compiled function's arguments."""
+"""PURE. What identifies the arguments of a compiled function: arrays by type and place, all else by value and type.
 
-from collections.abc import Hashable
-from typing import Any
+Python holds ``1 == 1.0 == True`` and ``0.0 == -0.0``, which compile to different programs. So do values that are equal
+but of another type where a structure holds them: static fields of modules, keys of dicts.
+"""
 
+import dataclasses
+import itertools
+import operator
+import types
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
+
+import haliax
+import jax
+import numpy as np
+
+from namedshard import _jaxcompat as compat
 from namedshard._errors import StaticArgumentError, message
+from namedshard._leaves import Leaf, is_array_like
+
+_PLAIN = frozenset([int, bool, str, bytes, type(None), type, types.FunctionType, types.BuiltinFunctionType])
+"""Types whose values need no second look: not array-like, and equal only if they are of one type and value."""
 
 
-def static_key(x: Any, path: str) -> Hashable:
+def static_key(x: Any) -> Hashable:
     """A key under which two leaves are equal only if a compiled function may treat them alike.
 
-    Python holds ``1 == 1.0 == True`` and ``0.0 == -0.0``, which compile to different programs, and ``nan != nan``,
-    which would compile at every call.
+    It is as hashable as the leaf. Two ``nan``s have one key, or they would compile at every call.
     """
     kind = type(x)
     if kind is float:
         return kind, x.hex()
     if kind is complex:
         return kind, x.real.hex(), x.imag.hex()
+    return kind, x
+
+
+def _other(x: Any) -> Hashable:
+    if type(x) in _PLAIN:
+        return type(x), x
+    if isinstance(x, jax.core.Tracer):
+        return x.aval
+    if isinstance(x, jax.Array):
+        return x.aval, x.sharding, x.committed
+    if is_array_like(x):
+        return tuple(x.shape), x.dtype, getattr(x, "weak_type", False), type(x), getattr(x, "sharding", None)
+    return static_key(x)
+
+
+def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    """What the argument leaves are, for looking up what to do with them. Every call comes through here."""
+    return tuple(
+        [(x.aval, x.sharding, x.committed) if type(x) is compat.ArrayImpl else _other(x) for x in leaves]
+    )
+
+
+# --- values that a structure holds ------------------------------------------------------------------------------------
+
+
+def held_values(treedef: jax.tree_util.PyTreeDef) -> list[Any]:
+    """The metadata of all nodes in a row: static fields, keys."""
+    found: list[Any] = []
+
+    def node(_: Any, data: Any) -> None:
+        if type(data) is tuple or type(data) is list:
+            found.extend(cast("list[Any]", data))
+        elif data is not None:
+            found.append(data)
+
+    treedef.walk(node, id, range(treedef.num_leaves))
+    return found
+
+
+def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two rows hold the very same objects, which says more than that they are equal, and sooner."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def number_types(values: Sequence[Any]) -> Hashable:
+    """What tells rows of equal values apart: the types of their numbers, and the signs of zeros. None: nothing can."""
+    marks = tuple([_mark(v) for v in values])
+    return marks if any(mark is not None for mark in marks) else None
+
+
+def _mark(x: Any) -> Hashable:
+    kind = type(x)
+    if kind in (int, bool):
+        return kind
+    if kind is str or x is None or kind is haliax.Axis or isinstance(x, type):
+        return None
+    if isinstance(x, int | float | complex | np.generic):
+        return static_key(x)
+    if isinstance(x, tuple | list):
+        return number_types(cast("list[Any]", x))
+    if isinstance(x, dict):
+        return number_types(list(itertools.chain.from_iterable(cast("dict[Any, Any]", x).items())))
+    if dataclasses.is_dataclass(x):
+        return number_types([getattr(x, field.name, None) for field in dataclasses.fields(x)])
+    return None
+
+
+# --- what cannot be an argument ---------------------------------------------------------------------------------------
+
+
+def _unhashable(x: Any) -> bool:
     try:
         hash(x)
-    except TypeError as error:
+    except TypeError:
+        return True
+    return False
+
+
+def check_hashable(name: str, walked: Sequence[Leaf], treedef: jax.tree_util.PyTreeDef) -> None:
+    """Raise `StaticArgumentError` for every leaf and static field that cannot be looked up by its value."""
+    lines = [
+        f"argument {leaf.path} is neither an array nor hashable: {type(leaf.value).__name__}"
+        for leaf in walked
+        if not is_array_like(leaf.value) and _unhashable(leaf.value)
+    ]
+    if _unhashable(treedef):
+        bad = dict.fromkeys(type(v).__name__ for v in held_values(treedef) if _unhashable(v))
+        lines += [f"a static field of a module among the arguments is not hashable: {kind}" for kind in bad]
+    if lines:
+        noun = "argument cannot be used as a static one" if len(lines) == 1 else "arguments cannot be used as static ones"
         raise StaticArgumentError(
             message(
-                f"argument {path} is neither an array nor hashable: {kind.__name__}",
+                f"{name}: {len(lines)} {noun}",
+                lines,
                 fix="pass an array, or make it hashable (a tuple, a frozen dataclass)",
             )
-        ) from error
-    return kind, x
+        )

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class _Limit(threading.local):
 
 
 _limit = _Limit()
-_sequence = itertools.count()
+# For what another process is known to be about to post.
+_GRACE = 30.0
 
 
 @contextlib.contextmanager
@@ -76,38 +78,111 @@ def collective_timeout(seconds: float) -> Iterator[None]:
         _limit.seconds = before
 
 
-def _encode(lines: Sequence[Line]) -> str:
-    return json.dumps([dataclasses.astuple(line) for line in lines])
+def _encode(what: str, lines: Sequence[Line]) -> bytes:
+    return json.dumps([what, [dataclasses.astuple(line) for line in lines]]).encode()
+
+
+def _decode(text: bytes) -> tuple[str, list[Line]]:
+    what, lines = json.loads(text)
+    return what, [Line(*entry) for entry in lines]
 
 
 class _Board:
-    """One call's part of the key-value store."""
+    """One call's part of the key-value store.
 
-    def __init__(self, client: Any, number: int):
+    What is posted stands: the first verdict posted is the verdict of all processes, also of those that come later.
+    """
+
+    def __init__(self, client: Any, number: int, deadline: float):
         self._client = client
         self._base = f"namedshard/{number}"
-        self._previous = f"namedshard/{number - 1}/"
-        self._deadline = time.monotonic() + _limit.seconds
+        self._deadline = deadline
 
-    def post(self, name: str, text: str) -> None:
-        self._client.key_value_set(f"{self._base}/{name}", text)
+    def post(self, name: str, text: bytes) -> bool:
+        """Whether nothing was posted under this name before."""
+        try:
+            self._client.key_value_set_bytes(f"{self._base}/{name}", text)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
 
-    def read(self, name: str, grace: float = 0.0) -> str | None:
+    def read(self, name: str, grace: float = 0.0) -> bytes | None:
         """What another process posted, or None if it did not in time."""
         left = max(0.001, self._deadline + grace - time.monotonic())
         try:
-            return self._client.blocking_key_value_get(f"{self._base}/{name}", int(left * 1000))
+            return self._client.blocking_key_value_get_bytes(f"{self._base}/{name}", int(left * 1000))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
 
-    def forget_previous(self) -> None:
-        self._client.key_value_delete(self._previous)
+    def verdict(self, digest: bytes) -> str:
+        """``"same"``, ``"differ"``, or ``"missing 1,3"``: the processes that did not make the call in time."""
+        me, count = jax.process_index(), jax.process_count()
+        self.post(f"digest/{me}", digest)
+        if me == 0:
+            for p in range(count):
+                if self.read(f"digest/{p}") is None:
+                    break
+        elif (found := self.read("verdict")) is not None:
+            return found.decode()
+        posted = dict(self._client.key_value_dir_get_bytes(f"{self._base}/digest/"))
+        missing = [str(p) for p in range(count) if f"{self._base}/digest/{p}" not in posted]
+        mine = "same" if len(set(posted.values())) == 1 else "differ"
+        mine = "missing " + ",".join(missing) if missing else mine
+        if self.post("verdict", mine.encode()):
+            return mine
+        found = self.read("verdict", grace=_GRACE)
+        return mine if found is None else found.decode()
+
+    def forget(self) -> None:
+        self._client.key_value_delete(f"{self._base}/")
 
 
-def agree(what: str, lines: Sequence[Line]) -> frozenset[int]:
+class _Calls:
+    """The calls of this process so far: a process's n-th call meets the n-th calls of the others."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._boards: list[_Board] = []
+
+    def meet(self, client: Any, digest: bytes) -> tuple[_Board, str, int]:
+        """This call's board and verdict, and how many calls of the others ended without this process."""
+        deadline = time.monotonic() + _limit.seconds
+        missed = 0
+        while True:
+            board = _Board(client, next(self._numbers), deadline)
+            verdict = board.verdict(digest)
+            # All have come to this call, so none of them still reads what earlier calls posted.
+            if jax.process_index() == 0 and not verdict.startswith("missing"):
+                for old in self._boards:
+                    old.forget()
+                self._boards.clear()
+            self._boards.append(board)
+            if jax.process_index() not in _missing(verdict):
+                return board, verdict, missed
+            missed += 1
+
+
+def _missing(verdict: str) -> list[int]:
+    return [int(p) for p in verdict.removeprefix("missing ").split(",")] if verdict.startswith("missing") else []
+
+
+_calls = _Calls()
+
+
+def agree(what: str, lines: Sequence[Line], note: str = "") -> frozenset[int]:
     """Make sure that all processes make this call with the same leaves.
+
+    A process that gives up waiting leaves that word for those that come later, who then join in the next call instead:
+    after an error on every process the job is in step again.
+
+    Args:
+        what: The function called.
+        lines: What this process says of each leaf.
+        note: Other arguments that must be the same, in words.
 
     Returns:
         Indices of leaves that are an array of each process's own (fully local on every process).
@@ -116,45 +191,38 @@ def agree(what: str, lines: Sequence[Line]) -> frozenset[int]:
         OutOfStepError: A process does not make the call in time, or makes another one; names the first difference.
         HostValueError: Host values differ between processes.
     """
-    text = what + _encode([dataclasses.replace(line, local=False) for line in lines])
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    call = f"{what}({note})" if note else what
+    digest = hashlib.sha256(_encode(call, [dataclasses.replace(line, local=False) for line in lines])).digest()
     client = compat.coordination_client()
     if client is None:
         _agree_by_devices(what, digest)
         return frozenset()
-    board = _Board(client, next(_sequence))
-    me, count = jax.process_index(), jax.process_count()
-    board.post(f"digest/{me}", digest)
-    if me == 0:
-        digests = [board.read(f"digest/{p}") for p in range(count)]
-        missing = [p for p, d in enumerate(digests) if d is None]
-        verdict = f"missing {missing}" if missing else ("same" if len(set(digests)) == 1 else "differ")
-        board.post("verdict", verdict)
-        if not missing:
-            board.forget_previous()
-    else:
-        verdict = board.read("verdict", grace=5.0)
+    board, verdict, missed = _calls.meet(client, digest)
     if verdict == "same":
         return frozenset()
     if verdict != "differ":
-        absent = "process 0" if verdict is None else f"processes {verdict.removeprefix('missing ')}"
-        raise OutOfStepError(
-            message(
-                f"{what}: {absent} did not make this call within {_limit.seconds:g} s",
-                fix="make the same calls in the same order on every process, or raise ns.collective_timeout",
-            )
-        )
-    board.post(f"text/{me}", json.dumps([what, _encode(lines)]))
-    texts = [board.read(f"text/{p}", grace=30.0) for p in range(count)]
-    if any(t is None for t in texts):
-        raise OutOfStepError(f"{what}: a process disappeared while the calls were compared")
-    calls = [json.loads(t) for t in texts if t is not None]
-    everyone = [[Line(*entry) for entry in json.loads(encoded)] for _, encoded in calls]
-    return _compare(what, [name for name, _ in calls], everyone)
+        raise OutOfStepError(_absent(what, _missing(verdict), missed))
+    board.post(f"text/{jax.process_index()}", zlib.compress(_encode(call, lines)))
+    texts = [board.read(f"text/{p}", grace=_GRACE) for p in range(jax.process_count())]
+    gone = [p for p, text in enumerate(texts) if text is None]
+    if gone:
+        raise OutOfStepError(_absent(what, gone, missed))
+    calls = [_decode(zlib.decompress(text)) for text in texts if text is not None]
+    return _compare(what, [name for name, _ in calls], [theirs for _, theirs in calls])
 
 
-def _agree_by_devices(what: str, digest: str) -> None:
-    mine = np.frombuffer(bytes.fromhex(digest), np.uint8)
+def _absent(what: str, processes: Sequence[int], missed: int) -> str:
+    who = f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"
+    calls = "one earlier call" if missed == 1 else f"{missed} earlier calls"
+    return message(
+        f"{what}: {who} did not make this call within {_limit.seconds:g} s",
+        [f"this process had not made {calls} that the others had stopped waiting for"] if missed else [],
+        fix="make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
+    )
+
+
+def _agree_by_devices(what: str, digest: bytes) -> None:
+    mine = np.frombuffer(digest, np.uint8)
     with compat.no_context_mesh():
         everyone = multihost_utils.process_allgather(mine)
     if not np.all(everyone == everyone[0]):

@@ -28,67 +28,79 @@ def _plain_instance(node: Any) -> bool:
     return isinstance(node, eqx.Module | NamedArray) and not any(cls.__dict__.get("__slots__") for cls in type(node).__mro__)
 
 
-def _has_slot(node: Any) -> bool:
-    return any(isinstance(x, _Slot) for x in jax.tree_util.tree_leaves(node))
+def _always(node: Any) -> Builder:
+    return lambda leaves: node
 
 
-def _builder(node: Any) -> Builder:
-    if type(node) is _Slot:
-        index = node.index
-        return lambda leaves: leaves[index]
-    if not _has_slot(node):
-        return lambda leaves: node
-    if type(node) is list:
-        parts = [_builder(x) for x in node]
-        return lambda leaves: [part(leaves) for part in parts]
-    if type(node) is tuple:
-        parts = [_builder(x) for x in node]
-        return lambda leaves: tuple([part(leaves) for part in parts])
-    if type(node) is dict:
-        named = [(key, _builder(x)) for key, x in node.items()]
-        return lambda leaves: {key: part(leaves) for key, part in named}
+def _pick(index: int) -> Builder:
+    return lambda leaves: leaves[index]
+
+
+def _build(node: Any) -> tuple[Builder, bool]:
+    """How to build a node, and whether it may be one object for all calls: it has no leaf, and nothing can change it."""
+    kind = type(node)
+    if kind is _Slot:
+        return _pick(node.index), False
+    if node is None:
+        return _always(None), True
+    if kind is list:
+        parts = [_build(x)[0] for x in node]
+        return lambda leaves: [part(leaves) for part in parts], False
+    if kind is tuple:
+        built = [_build(x) for x in node]
+        if all(fixed for _, fixed in built):
+            return _always(node), True
+        parts = [part for part, _ in built]
+        return lambda leaves: tuple([part(leaves) for part in parts]), False
+    if kind is dict:
+        named = [(key, _build(x)[0]) for key, x in node.items()]
+        return lambda leaves: {key: part(leaves) for key, part in named}, False
     if _plain_instance(node):
-        return _instance_builder(node)
+        return _build_instance(node)
     inner, treedef = jax.tree_util.tree_flatten(node)
     picks = [x.index for x in inner]
-    return lambda leaves: jax.tree_util.tree_unflatten(treedef, [leaves[i] for i in picks])
+    return lambda leaves: jax.tree_util.tree_unflatten(treedef, [leaves[i] for i in picks]), False
 
 
-def _instance_builder(node: Any) -> Builder:
+def _build_instance(node: Any) -> tuple[Builder, bool]:
     cls, new = type(node), object.__new__
-    fixed = dict(node.__dict__)
-    changing = [(name, x.index) for name, x in fixed.items() if type(x) is _Slot]
-    nested = [(name, _builder(x)) for name, x in fixed.items() if type(x) is not _Slot and _has_slot(x)]
+    children = {id(child) for child in jax.tree_util.tree_leaves(node, is_leaf=lambda x: x is not node)}
+    attributes = dict(node.__dict__)
+    changing = [(name, x.index) for name, x in attributes.items() if type(x) is _Slot]
+    subtrees = {name: _build(x) for name, x in attributes.items() if type(x) is not _Slot and id(x) in children}
+    nested = [(name, part) for name, (part, fixed) in subtrees.items() if not fixed]
+    if not changing and not nested:
+        return _always(node), True
     if len(changing) == 1 and not nested:
         ((only, index),) = changing
 
         def build_one(leaves: Sequence[Any]) -> Any:
             out = new(cls)
-            attributes = out.__dict__
-            attributes.update(fixed)
-            attributes[only] = leaves[index]
+            copied = out.__dict__
+            copied.update(attributes)
+            copied[only] = leaves[index]
             return out
 
-        return build_one
+        return build_one, False
 
     def build(leaves: Sequence[Any]) -> Any:
         out = new(cls)
-        attributes = out.__dict__
-        attributes.update(fixed)
+        copied = out.__dict__
+        copied.update(attributes)
         for name, index in changing:
-            attributes[name] = leaves[index]
+            copied[name] = leaves[index]
         for name, part in nested:
-            attributes[name] = part(leaves)
+            copied[name] = part(leaves)
         return out
 
-    return build
+    return build, False
 
 
 def unflattener(treedef: jax.tree_util.PyTreeDef) -> Builder:
     """A function from leaves to the tree of this structure; equal to ``treedef.unflatten`` in every respect."""
     slots = [_Slot(i) for i in range(treedef.num_leaves)]
     try:
-        built = _builder(jax.tree_util.tree_unflatten(treedef, slots))
+        built, _ = _build(jax.tree_util.tree_unflatten(treedef, slots))
         leaves, again = jax.tree_util.tree_flatten(built(slots))
         if again == treedef and all(a is b for a, b in zip(leaves, slots, strict=True)):
             return built

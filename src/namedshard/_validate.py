@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from namedshard import _jaxcompat as compat
 from namedshard._errors import PlanError
 from namedshard._leaves import Leaf, is_array_like
-from namedshard._mapping import AxisMapping
+from namedshard._mapping import AxisMapping, First
 from namedshard._mesh import MeshLike, manual_axes
 from namedshard._mismatch import Mismatch, compare, compare_devices, mismatch_message
 from namedshard._plan import LeafPlan, plan_leaves
@@ -67,17 +67,16 @@ def _expect(leaf: Leaf, planned: LeafPlan | None, explicit: bool, mesh: MeshLike
     want = None if spec is None else NamedSharding(mesh, spec, memory_kind=wanted_memory_kind(now, None))
     if now.kind == "traced":
         return Expectation(want) if explicit else _FINE
-    if now.kind == "abstract":
-        return Expectation(want) if x.sharding is None else _FINE
-    if now.kind == "host" or not now.committed:
-        # Replicated where nothing else is said, as jit would do; done here, numpy and JAX arrays have one trace.
-        return Expectation(want or (NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else None))
+    if now.kind == "abstract" and x.sharding is None:
+        return Expectation(want)
     if not isinstance(mesh, Mesh):
         return _FINE
-    mismatch = compare(leaf.path, x, want if explicit else None, mesh)
-    if mismatch is None:
-        return _FINE
-    return Expectation(want or _same_spec(x, mesh), mismatch)
+    if now.kind == "host" or (now.kind == "array" and not now.committed):
+        # Replicated where nothing else is said, as jit would do; done here, numpy and JAX arrays have one trace.
+        return Expectation(want or NamedSharding(mesh, PartitionSpec()))
+    place = want or _same_spec(x, mesh)
+    mismatch = compare(leaf.path, x, want if explicit else None, mesh, place)
+    return _FINE if mismatch is None else Expectation(place, mismatch)
 
 
 def _without_mesh(walked: Sequence[Leaf]) -> list[Expectation]:
@@ -116,31 +115,6 @@ def expectations(
     return out
 
 
-def mismatch_text(
-    name: str, bad: Sequence[tuple[Leaf, Expectation]], total: int, mapping_text: str, mesh: MeshLike | None
-) -> str:
-    """The whole message, with the exact calls that put things right."""
-    fixes: list[str] = []
-    for leaf, expectation in bad:
-        root = _root(leaf.path)
-        if leaf.names is not None and mapping_text != "none":
-            fix = f"{root} = ns.shard({root}{mapping_text})"
-        elif expectation.place is not None:
-            spec = ", ".join(map(repr, expectation.place.spec))
-            fix = (
-                f"{leaf.path} = jax.device_put({leaf.path}, jax.sharding.NamedSharding(jax.sharding.get_mesh(),"
-                f" jax.sharding.PartitionSpec({spec})))"
-            )
-        else:
-            fix = "put all arguments on one mesh with ns.shard(..., mesh=mesh), and call under jax.set_mesh(mesh)"
-        if fix not in fixes:
-            fixes.append(fix)
-    if mesh is not None:
-        fixes.append('or pass on_mismatch="reshard" to move them at each call')
-    found = [e.mismatch for _, e in bad if e.mismatch is not None]
-    return mismatch_message(name, found, total, fixes)
-
-
 def _root(path: str) -> str:
     for i, char in enumerate(path):
         if char in ".[":
@@ -148,24 +122,72 @@ def _root(path: str) -> str:
     return path
 
 
-def mapping_in_fix(in_mapping: AxisMapping | None, own: AxisMapping | None, mapping: AxisMapping | None) -> str:
-    """How the fix spells the mapping: not at all where it is in force, ``"none"`` where there is none."""
-    given = in_mapping if in_mapping is not None else own
-    if given is not None:
-        return f", {dict(given.rules)!r}"
-    return "" if mapping is not None else "none"
+def _sharding_text(want: NamedSharding) -> str:
+    kind = "" if want.memory_kind in (None, "device") else f", memory_kind={want.memory_kind!r}"
+    return f"jax.NamedSharding(mesh, jax.P({', '.join(map(repr, want.spec))}){kind})"
 
 
-def traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[jax.Device, ...] | None:
-    """The devices that a call is traced for, as far as is known before lowering."""
-    if isinstance(mesh, Mesh):
-        return tuple(mesh.devices.flat)
+def _put(paths: Sequence[str], want: NamedSharding) -> str:
+    """An assignment that can be copied; modules are frozen, so a leaf in a tree is replaced by ``eqx.tree_at``."""
+    root, sharding = _root(paths[0]), _sharding_text(want)
+    inner = [path.removeprefix(root) for path in paths]
+    if inner == [""]:
+        return f"{root} = jax.device_put({root}, {sharding})"
+    picked = f"t{inner[0]}" if len(inner) == 1 else f"[{', '.join(f't{p}' for p in inner)}]"
+    return f"{root} = eqx.tree_at(lambda t: {picked}, {root}, replace_fn=lambda x: jax.device_put(x, {sharding}))"
+
+
+def mismatch_text(
+    name: str, bad: Sequence[tuple[Leaf, Expectation]], total: int, mapping_text: str | None, mesh: MeshLike | None
+) -> str:
+    """The whole message, with the exact calls that put things right.
+
+    ``mapping_text`` is how a call of `shard` spells the mapping: see `mapping_in_fix`.
+    """
+    fixes: dict[str, None] = {}
+    puts: dict[tuple[str, NamedSharding], list[str]] = {}
+    for leaf, expectation in bad:
+        if leaf.names is not None and mapping_text is not None:
+            fixes[f"{_root(leaf.path)} = ns.shard({_root(leaf.path)}{mapping_text})"] = None
+        elif expectation.place is not None:
+            puts.setdefault((_root(leaf.path), expectation.place), []).append(leaf.path)
+        else:
+            fixes["put all arguments on one mesh with ns.shard(..., mesh=mesh), and call under jax.set_mesh(mesh)"] = None
+    lines = [*fixes, *(_put(paths, want) for (_, want), paths in puts.items())]
     if mesh is not None:
-        return None
-    arrays = [x for x in values if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-    if len(arrays) < len(values) and any(isinstance(x, jax.core.Tracer) for x in values):
-        return None
-    for x in arrays:
-        if x.committed:
-            return compat.device_order(x.sharding)
-    return compat.device_order(arrays[0].sharding) if arrays else None
+        where = " (mesh: the one in force)" if puts else ""
+        lines[-1] += where
+        lines.append('or pass on_mismatch="reshard" to move them at each call')
+    found = [e.mismatch for _, e in bad if e.mismatch is not None]
+    return mismatch_message(name, found, total, lines)
+
+
+def _rule_text(rule: Any) -> str:
+    return f"ns.{rule!r}" if isinstance(rule, First) else repr(rule)
+
+
+def mapping_in_fix(in_mapping: AxisMapping | None, own: AxisMapping | None, mapping: AxisMapping | None) -> str | None:
+    """How the fix spells the mapping: not at all where it is in force; None where there is none."""
+    given = in_mapping if in_mapping is not None else own
+    if given is None:
+        return None if mapping is None else ""
+    rules = ", ".join(f"{axis!r}: {_rule_text(rule)}" for axis, rule in given.rules.items())
+    policy = "" if given.indivisible == "error" else f", indivisible={given.indivisible!r}"
+    return f", {{{rules}}}{policy}"
+
+
+def traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[jax.Device, ...] | None, bool]:
+    """The devices that a call is traced for, as far as is known before lowering, and whether something fixes them.
+
+    Nothing does where no mesh is in force and no argument is committed: then the traced code may still decide.
+    """
+    if mesh is not None:
+        return (tuple(mesh.devices.flat), True) if isinstance(mesh, Mesh) else (None, False)
+    if any(isinstance(x, jax.core.Tracer) for x in values):
+        return None, False
+    shardings = [x.sharding for x in values if getattr(x, "sharding", None) is not None]
+    committed = [x.sharding for x in values if getattr(x, "committed", False) or isinstance(x, jax.ShapeDtypeStruct)]
+    fixed = [s for s in committed if s is not None]
+    if fixed:
+        return compat.device_order(fixed[0]), True
+    return (compat.device_order(shardings[0]) if shardings else None), False

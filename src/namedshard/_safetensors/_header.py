@@ -86,7 +86,7 @@ def header_length(prefix: bytes, file: str, size: int) -> int:
     if len(prefix) < LENGTH_BYTES or size < LENGTH_BYTES:
         raise HeaderError(
             message(
-                f"{file} is no safetensors file: it has {size} bytes, and the header's length alone takes {LENGTH_BYTES}",
+                f"{file} is no safetensors file: it has {size} bytes, and its header's length takes {LENGTH_BYTES}",
                 fix="fetch the file again: it is empty or was cut off",
             )
         )
@@ -226,9 +226,7 @@ def parse_header(raw: bytes, file: str, size: int) -> tuple[dict[str, TensorInfo
     fields = parse_json(raw, f"{file}: the header")
     metadata = fields.pop(METADATA_KEY, {})
     lines: list[str] = []
-    if not isinstance(metadata, dict) or not all(
-        isinstance(v, str) for v in cast("dict[str, Any]", metadata).values()
-    ):
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast("dict[str, Any]", metadata).values()):
         lines.append(f"{METADATA_KEY}: not an object of strings")
     data_start = LENGTH_BYTES + len(raw)
     found = [(name, _entry(name, entry, file, data_start)) for name, entry in fields.items()]

@@ -16,6 +16,7 @@ from namedshard._safetensors._header import (
     parse_header,
     parse_json,
 )
+from namedshard._safetensors._remote import exists, is_url, listing
 from namedshard._safetensors._source import Files, Source
 
 SINGLE = "model.safetensors"
@@ -65,8 +66,14 @@ def _why_refused(file: Any) -> str:
     return ""
 
 
+def _plain(path: str) -> str:
+    """A URL without its query."""
+    return path.partition("?")[0] if is_url(path) else path
+
+
 def _sibling(name: str, other: str) -> str:
-    return f"{name.rpartition('/')[0]}/{other}" if "/" in name else other
+    directory, slash, _ = _plain(name).rpartition("/")
+    return f"{directory}{slash}{other}"
 
 
 def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
@@ -102,6 +109,15 @@ def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
     return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
 
 
+def referenced_files(index: str) -> set[str]:
+    """The files that a local index names; none if there is no index, or none that can be read."""
+    try:
+        with Files() as files:
+            return set(_weight_map(index, files).values())
+    except CheckpointError:
+        return set()
+
+
 def _listing(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
@@ -110,18 +126,18 @@ def _listing(directory: str) -> list[str]:
 
 
 def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
-    names = _listing(directory)
-    base = directory.rstrip("/") or "/"
-    if INDEX in names:
-        return _from_index(f"{base}/{INDEX}", files)
-    if SINGLE in names:
-        return _header_of(f"{base}/{SINGLE}", files)
-    indices = [n for n in names if n.endswith(INDEX_SUFFIX)]
-    singles = [n for n in names if n.endswith(SUFFIX)]
-    if len(indices) == 1:
-        return _from_index(f"{base}/{indices[0]}", files)
-    if len(singles) == 1 and not indices:
-        return _header_of(f"{base}/{singles[0]}", files)
+    base = directory if directory.endswith("/") else directory + "/"
+    if is_url(directory):
+        # Not every server lists its files, but each tells whether it has one.
+        names = [name for name in (INDEX, SINGLE) if exists(base + name)][:1] or listing(directory)
+    else:
+        names = _listing(directory)
+    indices = [INDEX] if INDEX in names else [n for n in names if n.endswith(INDEX_SUFFIX)]
+    singles = [SINGLE] if SINGLE in names else [n for n in names if n.endswith(SUFFIX)]
+    if indices == [INDEX] or (len(indices) == 1 and singles != [SINGLE]):
+        return _from_index(base + indices[0], files)
+    if len(singles) == 1 and not (indices and singles != [SINGLE]):
+        return _header_of(base + singles[0], files)
     if not singles:
         raise CheckpointError(
             message(f"{directory} holds no checkpoint: neither {INDEX} nor {SINGLE} nor another {SUFFIX} file is in it")
@@ -137,10 +153,11 @@ def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
 
 def find_tensors(path: str, files: Files) -> Mapping[str, TensorInfo]:
     """All tensors of a checkpoint, by name; see `read_header`."""
-    if path.endswith(INDEX_SUFFIX):
+    plain = _plain(path)
+    if plain.endswith(INDEX_SUFFIX):
         return _from_index(path, files)
-    if os.path.isdir(path):
-        return _from_directory(path, files)
+    if os.path.isdir(path) or (is_url(path) and not plain.endswith(SUFFIX)):
+        return _from_directory(plain, files)
     return _header_of(path, files)
 
 
@@ -148,7 +165,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     """What a checkpoint holds, from its headers alone: no tensor is read, and no device is touched.
 
     Args:
-        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them.
+        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them: a path, or a
+            URL that fsspec can open (extra ``namedshard[remote]``).
 
     Returns:
         For each tensor name its shape, dtype, file, and bytes within the file.

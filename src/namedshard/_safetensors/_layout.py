@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 class Atom(NamedTuple):
-    """A run of ``extent`` equal steps: ``leaf_step`` along dimension ``leaf_dim``, ``stride`` elements in the tensor."""
+    """``extent`` equal steps: ``leaf_step`` along dimension ``leaf_dim``, ``stride`` elements in the tensor."""
 
     extent: int
     leaf_dim: int
@@ -117,9 +117,43 @@ def leaf_view(part: Part, box: Bounds, array: np.ndarray, origin: Sequence[int])
     return np.lib.stride_tricks.as_strided(corner, [hi - lo for lo, hi in box], strides)
 
 
+def leaf_bounds(part: Part, box: Bounds) -> Bounds:
+    """The smallest box of the leaf that holds a box of the part's atoms."""
+    out = [(at, at + 1) for at in part.start]
+    for atom, (lo, hi) in zip(part.atoms, box, strict=True):
+        a, b = out[atom.leaf_dim]
+        out[atom.leaf_dim] = (a + lo * atom.leaf_step, b + (hi - 1) * atom.leaf_step)
+    return tuple(out)
+
+
+def overlap(a: Bounds, b: Bounds) -> Bounds | None:
+    """What two boxes share, or None."""
+    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return out if all(lo < hi for lo, hi in out) else None
+
+
 def flat_offset(part: Part, box: Bounds) -> int:
     """Where in the flat tensor a box begins."""
     return part.offset + sum(lo * atom.stride for atom, (lo, _) in zip(part.atoms, box, strict=True))
+
+
+def covered(parts: Sequence[Part], shape: Sequence[int]) -> bool:
+    """True if the parts hold every element of a leaf: one of them all by itself, or several without overlap."""
+    size = math.prod(shape)
+    if any(part.size == size for part in parts) or not size:
+        return True
+    return sum(part.size for part in parts) == size and _disjoint(parts, len(shape))
+
+
+def _disjoint(parts: Sequence[Part], ndim: int) -> bool:
+    boxes = [leaf_bounds(part, part.whole) for part in parts]
+    return any(
+        all(a[d][1] <= b[d][0] for a, b in itertools.pairwise(sorted(boxes, key=lambda box, d=d: box[d])))
+        for d in range(ndim)
+    ) or all(
+        any(x[1] <= y[0] or y[1] <= x[0] for x, y in zip(a, b, strict=True))
+        for a, b in itertools.combinations(boxes, 2)
+    )
 
 
 class NotACopy(Exception):
@@ -134,9 +168,19 @@ class View:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
     parts: tuple[tuple[int, Part], ...]
     scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def scaled(self, factor: float) -> "View":
+        """Every element multiplied by a number."""
+        if factor == 0 or not math.isfinite(factor):
+            raise NotACopy(f"multiplied by {factor}, which cannot be undone")
+        return dataclasses.replace(self, scale=self.scale * factor)
 
     def reshape(self, shape: Sequence[int]) -> "View":
         """The flat order stays, and with it every part."""
@@ -186,7 +230,7 @@ def concatenate(views: Sequence[View], dim: int) -> View:
     for view in views:
         parts += view.shifted(shape, at).parts
         at[dim] += view.shape[dim]
-    return View(tuple(shape), views[0].dtype, tuple(parts), views[0].scale)
+    return View(tuple(shape), tuple(parts), views[0].scale)
 
 
 def _digits(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -206,9 +250,7 @@ def _by_dimension(part: Part, shape: Sequence[int], strides: Sequence[int]) -> l
     digits = _digits(part.offset, shape, strides)
     while pending:
         atom = pending.pop()
-        dim = next(
-            (d for d, (n, s) in enumerate(zip(shape, strides, strict=True)) if n > 1 and s <= atom.stride), None
-        )
+        dim = next((d for d, (n, s) in enumerate(zip(shape, strides, strict=True)) if n > 1 and s <= atom.stride), None)
         if dim is None or atom.stride % strides[dim]:
             raise NotACopy("reshape across a slice")
         step = atom.stride // strides[dim]

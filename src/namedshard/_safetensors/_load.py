@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from namedshard import _moves as moves
 from namedshard._errors import NarrowingError, at, message
+from namedshard._gather import parse_bytes
 from namedshard._mapping import MappingLike, Policy
 from namedshard._mesh import MeshLike
 from namedshard._safetensors._index import find_tensors
@@ -18,7 +19,6 @@ from namedshard._safetensors._names import Names
 from namedshard._safetensors._progress import Progress, reporting
 from namedshard._safetensors._ranges import Habits, chunks, joined
 from namedshard._safetensors._reader import Job, Read, Shard, run, within
-from namedshard._safetensors._sizes import parse_size
 from namedshard._safetensors._source import Files, Opener, open_source
 from namedshard._safetensors._targets import DTypes, Missing, Narrow, Target, Unexpected, targets_of
 
@@ -175,7 +175,7 @@ def load_with(
 ) -> PyTree:
     """`load_safetensors` from any source of bytes."""
     where = os.fspath(path)
-    limit = parse_size(budget, "budget")
+    limit = parse_bytes(budget)
     with Files(opener) as files:
         found = find_tensors(where, files)
         targets = targets_of(
@@ -219,9 +219,10 @@ def load_safetensors(
     be known to fail fails before the first tensor is read.
 
     Args:
-        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them.
-        like: A tree of arrays or ``jax.ShapeDtypeStruct``s (from ``equinox.filter_eval_shape``, say) of any shapes; gives
-            structure, axis names, dtypes, and all that is no array.
+        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them: a path, or a
+            URL that fsspec can open (extra ``namedshard[remote]``).
+        like: A tree of arrays or ``jax.ShapeDtypeStruct``s (from ``equinox.filter_eval_shape``, say) of any shapes;
+            gives structure, axis names, dtypes, and all that is no array.
         mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
         mesh: A ``jax.sharding.Mesh``; the context's by default. Leaves that the mapping says nothing about because
             they have no names, and all leaves where there is no mapping, are placed by `best_effort_sharding`; without
@@ -255,7 +256,8 @@ def load_safetensors(
     Examples:
         >>> import haliax as hax, jax, numpy as np, tempfile, namedshard as ns
         >>> from safetensors.numpy import save_file
-        >>> like = {"w": hax.NamedArray(jax.ShapeDtypeStruct((8, 4), "float32"), (hax.Axis("mlp", 8), hax.Axis("embed", 4)))}
+        >>> axes = hax.Axis("mlp", 8), hax.Axis("embed", 4)
+        >>> like = {"w": hax.NamedArray(jax.ShapeDtypeStruct((8, 4), "float32"), axes)}
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
         >>> with tempfile.TemporaryDirectory() as d:
         ...     save_file({"w": np.arange(32, dtype=np.float32).reshape(8, 4)}, f"{d}/model.safetensors")

@@ -7,11 +7,11 @@ from typing import Any, TypeAlias, cast
 import equinox as eqx
 import jax
 from haliax import NamedArray
-from haliax.nn import Stacked
 
-from namedshard._errors import CheckpointError, did_you_mean, message
+from namedshard._errors import CheckpointError, at, did_you_mean, message
 from namedshard._leaves import is_array_like, named_leaves, path_string
-from namedshard._safetensors._layout import Part, identity, layer_of
+from namedshard._safetensors._export import exported, exports_itself, is_stacked
+from namedshard._safetensors._layout import Part, View, covered, identity, layer_of
 
 Renamed: TypeAlias = str | Sequence[str]
 Names: TypeAlias = Mapping[str, Renamed] | Callable[[str], Renamed | None]
@@ -26,6 +26,14 @@ class Tensor:
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Part], ...]
     scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unknown:
+    """Leaves that a module exports in a way that cannot be followed, and why."""
+
+    paths: tuple[str, ...]
+    why: str
 
 
 def join(prefix: str | None, key: str | None) -> str | None:
@@ -43,12 +51,15 @@ def _key_name(key: Any) -> str:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    def stop(x: Any) -> bool:
+        return x is not node
+
+    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=stop)[0]
     return [(path[0], child) for path, child in flat if path]
 
 
-def _one_layer(stacked: Stacked) -> tuple[Any, dict[str, int | None]]:
-    """One layer's module with abstract arrays, and which dimension of each leaf counts the layers (None: it has none)."""
+def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
+    """One layer's module with abstract arrays, and which dimension of each leaf counts the layers, if any."""
     block = stacked.Block
     dims: dict[str, int | None] = {}
 
@@ -62,14 +73,16 @@ def _one_layer(stacked: Stacked) -> tuple[Any, dict[str, int | None]]:
             if position is None:
                 return x
             axes = tuple(axis for i, axis in enumerate(x.axes) if i != position)
-            return NamedArray(_without(x.array, position), axes)
+            return NamedArray(cast("Any", _without(x.array, position)), axes)
         if is_array_like(x):
             dims[where] = 0 if x.shape and x.shape[0] == block.size else None
             return x if dims[where] is None else _without(x, 0)
         return x
 
-    inner = stacked.stacked
-    layer = jax.tree_util.tree_map_with_path(cut, inner, is_leaf=lambda x: isinstance(x, NamedArray))
+    def stop(x: Any) -> bool:
+        return isinstance(x, NamedArray)
+
+    layer = jax.tree_util.tree_map_with_path(cut, stacked.stacked, is_leaf=stop)
     return layer, dims
 
 
@@ -77,7 +90,7 @@ def _without(x: Any, dim: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
 
 
-def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor]:
+def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
     if node is None:
         return
     if isinstance(node, NamedArray):
@@ -86,8 +99,10 @@ def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tens
         where = path_string(path)
         shape = tuple(node.shape)
         yield Tensor(prefix or "", shape, ((where, identity(shape)),))
-    elif isinstance(node, Stacked):
+    elif is_stacked(node):
         yield from _walk_stacked(node, path, prefix)
+    elif exports_itself(node):
+        yield from _walk_export(node, path, prefix)
     else:
         renamed: Mapping[str, str | None] = {}
         if isinstance(node, eqx.Module) and hasattr(node, "_state_dict_key_map"):
@@ -97,12 +112,14 @@ def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tens
             yield from _walk(child, (*path, key), join(prefix, renamed.get(name, name)))
 
 
-def _walk_stacked(node: Stacked, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor]:
+def _walk_stacked(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
     layer, dims = _one_layer(node)
-    here = (*path, jax.tree_util.GetAttrKey("stacked"))
-    inner = path_string(here)
+    here = path_string((*path, jax.tree_util.GetAttrKey("stacked")))
     for tensor in list(_walk(layer, (), None)):
-        per_layer = [(f"{inner}{_below(where)}", part, dims[where]) for where, part in tensor.parts]
+        if isinstance(tensor, Unknown):
+            yield Unknown(tuple(_under(here, where) for where in tensor.paths), tensor.why)
+            continue
+        per_layer = [(_under(here, where), part, dims[where]) for where, part in tensor.parts]
         if all(dim is None for _, _, dim in per_layer):
             parts = tuple((where, part) for where, part, _ in per_layer)
             yield dataclasses.replace(tensor, name=join(prefix, tensor.name) or "", parts=parts)
@@ -113,8 +130,28 @@ def _walk_stacked(node: Stacked, path: tuple[Any, ...], prefix: str | None) -> I
             yield dataclasses.replace(tensor, name=name, parts=parts)
 
 
-def _below(path: str) -> str:
-    return path if not path or path.startswith("[") else "." + path
+def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
+    here = path_string(path)
+    kind = type(node).__name__
+    try:
+        tensors = exported(node)
+    except Exception as error:
+        paths = tuple(leaf.path for leaf in named_leaves(node) if is_array_like(leaf.value))
+        yield Unknown(
+            tuple(_under(here, p) for p in paths), f"{kind}.to_state_dict raises {type(error).__name__}: {error}"
+        )
+        return
+    for name, value, paths in tensors:
+        if isinstance(value, View):
+            parts = tuple((_under(here, paths[leaf]), part) for leaf, part in value.parts)
+            yield Tensor(join(prefix, name or None) or "", value.shape, parts, value.scale)
+        else:
+            yield Unknown(tuple(_under(here, p) for p in paths), f"{kind} computes tensor {name!r}: {value}")
+
+
+def _under(here: str, path: str) -> str:
+    """A path within a node, seen from the tree's root."""
+    return here + path if not here or not path or path.startswith("[") else f"{here}.{path}"
 
 
 def _listed(names: Names | None, path: str) -> list[str] | str | None:
@@ -134,7 +171,9 @@ def _named(path: str, shape: tuple[int, ...], given: list[str] | str, default: l
     if len(default) == len(alone) == len(given):
         return [dataclasses.replace(t, name=n) for t, n in zip(default, given, strict=True)]
     if not shape or shape[0] != len(given):
-        return f"{path}: {len(given)} names for shape {shape}: give one, or one for each index of the first dimension"
+        return (
+            f"{at(path)}: {len(given)} names for shape {shape}: give one, or one for each index of the first dimension"
+        )
     layer = identity(shape[1:])
     return [Tensor(n, shape[1:], ((path, layer_of(layer, 0, i)),)) for i, n in enumerate(given)]
 
@@ -150,11 +189,12 @@ def tensors_of(tree: Any, names: Names | None = None) -> list[Tensor]:
         Tensors in the tree's order.
 
     Raises:
-        CheckpointError: ``names`` has paths that are no leaves, names are missing, or do not fit a leaf; all are listed.
+        CheckpointError: ``names`` has paths that are no leaves, or names are missing or do not fit; all are listed.
     """
     shapes = {leaf.path: tuple(leaf.value.shape) for leaf in named_leaves(tree) if is_array_like(leaf.value)}
     default: dict[str, list[Tensor]] = {path: [] for path in shapes}
-    order: list[Tensor] = list(_walk(tree, (), None))
+    walked = list(_walk(tree, (), None))
+    order = [t for t in walked if isinstance(t, Tensor)]
     for tensor in order:
         for path in dict.fromkeys(path for path, _ in tensor.parts):
             default[path].append(tensor)
@@ -176,9 +216,19 @@ def tensors_of(tree: Any, names: Names | None = None) -> list[Tensor]:
                     lines.append(renamed)
                 else:
                     out += renamed
-    lines += [f"{path}: has no name" for t in out if not t.name for path, _ in t.parts]
+    reasons = {path: t.why for t in walked if isinstance(t, Unknown) for path in t.paths}
+    held: dict[str, list[Part]] = {}
+    for tensor in out:
+        for path, part in tensor.parts:
+            held.setdefault(path, []).append(part)
+    lines += [f"{at(path)}: {reasons[path]}" for path in reasons if not covered(held.get(path, []), shapes[path])]
+    lines += [f"{at(path)}: has no name" for t in out if not t.name for path, _ in t.parts]
     if lines:
         raise CheckpointError(
-            message(f"{len(lines)} names do not fit the tree", lines, fix="correct names=, by leaf path as explain prints it")
+            message(
+                f"{len(lines)} names do not fit the tree",
+                lines,
+                fix="correct names=, by leaf path as explain prints it",
+            )
         )
     return out

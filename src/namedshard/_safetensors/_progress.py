@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TypeAlias
 
 from rich import progress as bars
@@ -14,7 +14,7 @@ Progress: TypeAlias = bool | Callable[[int, int], None] | None
 
 
 @contextlib.contextmanager
-def reporting(progress: Progress, total: int, label: str) -> Iterator[Callable[[int], None]]:
+def reporting(progress: Progress, total: int, label: str) -> Generator[Callable[[int], None]]:
     """Yields a function to tell, from any thread, of bytes that are done."""
     if callable(progress):
         lock, done = threading.Lock(), 0

@@ -53,7 +53,11 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Bytes read for it."""
-        return self.stop - self.start if self.rows else self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
+        return (
+            self.stop - self.start
+            if self.rows
+            else self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
+        )
 
 
 def _dense(atoms: Sequence[Atom]) -> bool:

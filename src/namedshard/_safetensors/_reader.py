@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from namedshard._safetensors._layout import Bounds, Part, leaf_view
+from namedshard._safetensors._layout import Bounds, Part, leaf_view, overlap
 from namedshard._safetensors._ranges import Chunk, Habits, run_offsets
 from namedshard._safetensors._source import Source
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Shard:
-    """A shard to fill: where it lies in its leaf, and its memory. ``unfit`` collects values that do not fit its dtype."""
+    """A shard to fill: where it lies in its leaf, and its memory. ``unfit``: values its dtype cannot hold."""
 
     bounds: Bounds
     array: np.ndarray
@@ -46,12 +46,7 @@ class Read:
     source: Source
     start: int
     stop: int
-    jobs: tuple[Job, ...]
-
-
-def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
-    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return out if all(lo < hi for lo, hi in out) else None
+    jobs: Sequence[Job]
 
 
 def _within(box: Bounds, outer: Bounds) -> tuple[slice, ...]:
@@ -101,7 +96,7 @@ def _direct(job: Job) -> np.ndarray | None:
     if len(job.pieces) != 1 or chunk.rows:
         return None
     box, shard = job.pieces[0]
-    if _overlap(box, chunk.box) != chunk.box or not job.plain(shard):
+    if overlap(box, chunk.box) != chunk.box or not job.plain(shard):
         return None
     view = _view(job.part, chunk.box, shard)
     expected = view.itemsize
@@ -126,7 +121,7 @@ class Scratch(threading.local):
 
 def _deliver(job: Job, source: np.ndarray) -> None:
     for box, shard in job.pieces:
-        shared = _overlap(box, job.chunk.box)
+        shared = overlap(box, job.chunk.box)
         if shared is not None:
             _convert(job, source[_within(shared, job.chunk.box)], _view(job.part, shared, shard), shard)
 
@@ -149,7 +144,7 @@ def _run(read: Read, scratch: Scratch) -> int:
             at = job.chunk.start - read.start
             _deliver(job, _strided(job, raw[at : at + job.chunk.stop - job.chunk.start]))
         return read.stop - read.start
-    (job,) = read.jobs
+    job = read.jobs[0]
     chunk = job.chunk
     if chunk.rows or not chunk.outer:
         view = _direct(job)

@@ -3,12 +3,14 @@
 import os
 import stat
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from namedshard._errors import CheckpointError, message
 from namedshard._safetensors._ranges import LOCAL, Habits
+from namedshard._safetensors._remote import RemoteFile, is_url
 
 
+@runtime_checkable
 class Source(Protocol):
     """One open file. ``read`` may be called from several threads at once."""
 
@@ -72,12 +74,12 @@ class LocalFile:
 
 
 def open_source(name: str) -> Source:
-    """Open a path.
+    """Open a path or URL.
 
     Raises:
         CheckpointError: It cannot be opened, or is no regular file.
     """
-    return LocalFile(name)
+    return RemoteFile(name) if is_url(name) else LocalFile(name)
 
 
 class Files:

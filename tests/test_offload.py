@@ -1,0 +1,386 @@
+"""Optimizer states in host memory: where they are said to be, and worth exactly what they would be on the device."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support import E42, M8, M42, bits, na
+
+import namedshard as ns
+from namedshard import _offload
+from namedshard._leaves import named_leaves
+
+MAPPING = {"embed": "data", "mlp": "model"}
+MESHES = {"flat": (M8, {"embed": "data"}), "auto": (M42, MAPPING), "explicit": (E42, MAPPING)}
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lion": lambda: optax.lion(1e-2),
+    "clip then adam": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+    "adam then clip": lambda: optax.chain(optax.adam(1e-2), optax.clip_by_global_norm(0.1)),
+    "masked": lambda: optax.masked(optax.adam(1e-2), {"w": True, "b": False, "plain": True}),
+    "multi_transform": lambda: optax.multi_transform(
+        {"a": optax.adam(1e-2), "s": optax.sgd(1e-1, momentum=0.9)}, {"w": "a", "b": "s", "plain": "a"}
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "extra args": lambda: optax.contrib.reduce_on_plateau(),
+}
+STATEFUL = [name for name in OPTIMIZERS if name != "extra args"]
+
+
+def parameters() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {
+        "w": na(jnp.asarray(random.standard_normal((8, 16)), jnp.float32), "embed mlp"),
+        "b": na(jnp.asarray(random.standard_normal(16), jnp.float32), "mlp"),
+        "plain": jnp.asarray(random.standard_normal(4), jnp.float32),
+    }
+
+
+def gradients(params: Any, step: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(p * 3 + step), params)
+
+
+def train(optimizer: Any, where: str, compile_step: Callable[[Any], Any], steps: int) -> tuple[Any, Any]:
+    mesh, mapping = MESHES[where]
+    with jax.set_mesh(mesh), ns.axis_mapping(mapping):
+        params = ns.shard(parameters())
+        state = optimizer.init(params)
+
+        def step(params: Any, state: Any, number: Any) -> tuple[Any, Any]:
+            updates, state = optimizer.update(gradients(params, number), state, params)
+            return optax.apply_updates(params, updates), state
+
+        compiled = compile_step(step)
+        for number in range(steps):
+            params, state = compiled(params, state, jnp.float32(number))
+    return params, state
+
+
+def kinds(state: Any) -> dict[str, str]:
+    return {x.path: x.value.sharding.memory_kind for x in named_leaves(state) if isinstance(x.value, jax.Array)}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    left, right = jax.tree.leaves(a), jax.tree.leaves(b)
+    assert [bits(x) for x in left] == [bits(x) for x in right]
+
+
+def donating(step: Any) -> Any:
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+COMPILERS = {"eager": lambda step: step, "jit": jax.jit, "named_jit": ns.named_jit, "donated": donating}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("where", MESHES)
+def test_twenty_steps_are_bitwise_those_without_offload(name: str, where: str) -> None:
+    plain = OPTIMIZERS[name]()
+    params, state = train(ns.offload_optimizer(plain), where, jax.jit, 20)
+    expected, on_device = train(plain, where, jax.jit, 20)
+    assert_same(params, expected)
+    assert_same(state, on_device)
+    found = kinds(state)
+    scalars = {x.path for x in named_leaves(state) if not x.value.ndim}
+    assert {path for path, kind in found.items() if kind == "pinned_host"} == found.keys() - scalars
+    assert scalars and {found[path] for path in scalars} == {"device"}
+    assert set(kinds(on_device).values()) == {"device"}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("where", MESHES)
+def test_every_way_to_run_a_step(compiler: str, where: str) -> None:
+    plain = optax.adamw(1e-2)
+    steps = 3 if compiler == "eager" else 20
+    params, state = train(ns.offload_optimizer(plain, r"\.(mu|nu)\b"), where, COMPILERS[compiler], steps)
+    expected, on_device = train(plain, where, COMPILERS[compiler], steps)
+    assert_same(params, expected)
+    mesh, mapping = MESHES[where]
+    for moment, twin in ((state[0].mu, on_device[0].mu), (state[0].nu, on_device[0].nu)):
+        assert moment["w"].array.sharding.memory_kind == "pinned_host"
+        specs = PartitionSpec("data", mapping.get("mlp"))
+        assert moment["w"].array.sharding.is_equivalent_to(NamedSharding(mesh, specs, memory_kind="pinned_host"), 2)
+        assert moment["w"].array.sharding.spec == twin["w"].array.sharding.spec
+    assert state[0].count.sharding.memory_kind == "device"
+    assert int(state[0].count) == steps
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_budget_changes_no_value(name: str) -> None:
+    plain = OPTIMIZERS[name]()
+    params, state = train(ns.offload_optimizer(plain, budget=600), "auto", jax.jit, 20)
+    expected, on_device = train(plain, "auto", jax.jit, 20)
+    assert_same(params, expected)
+    assert_same(state, on_device)
+    assert set(kinds(state).values()) == {"device", "pinned_host"}
+
+
+def live_state_bytes(jaxpr: Any) -> int:
+    """The most bytes moved in from host memory that are alive at once, by the order of the jaxpr's equations."""
+    last_use: dict[Any, int] = {}
+    for n, eqn in enumerate(jaxpr.eqns):
+        last_use |= dict.fromkeys((v for v in eqn.invars if not hasattr(v, "val")), n)
+    most = now = 0
+    ends: dict[int, int] = {}
+    for n, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "device_put" and jax.memory.Space.Device in eqn.params["devices"]:
+            size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars if v in last_use)
+            now += size
+            end = max((last_use[v] for v in eqn.outvars if v in last_use), default=n)
+            ends[end] = ends.get(end, 0) + size
+        most = max(most, now)
+        now -= ends.pop(n, 0)
+    return most
+
+
+@pytest.mark.parametrize("budget", [None, 4096])
+def test_a_budget_bounds_the_states_on_the_device(budget: int | None) -> None:
+    params = {str(i): jnp.ones((8, 32)) for i in range(8)}
+    optimizer = ns.offload_optimizer(optax.adam(1e-2), budget=budget)
+    state = optimizer.init(params)
+    with jax.set_mesh(M8):
+        jaxpr = jax.jit(lambda g, s: optimizer.update(g, s)).trace(params, state).jaxpr.jaxpr
+    moved = live_state_bytes(jaxpr)
+    barriers = sum(eqn.primitive.name == "optimization_barrier" for eqn in jaxpr.eqns)
+    if budget is None:
+        assert (moved, barriers) == (16 * 1024, 0)
+    else:
+        # Two states of 1 KiB at a time, each beside its successor, tied one group to the next.
+        assert 2 * 1024 <= moved <= budget
+        assert barriers == 7
+
+
+def test_states_live_in_host_memory_from_the_start_and_are_remeshed_there() -> None:
+    with jax.set_mesh(M42), ns.axis_mapping(MAPPING):
+        state = ns.offload_optimizer(optax.adam(1e-2)).init(ns.shard(parameters()))
+        moved = ns.shard(state, {"embed": "model", "mlp": "data"})
+    assert moved[0].mu["w"].array.sharding.memory_kind == "pinned_host"
+    assert moved[0].mu["w"].array.sharding.spec == PartitionSpec("model", "data")
+    assert_same(moved, state)
+
+
+def test_init_in_jit() -> None:
+    optimizer = ns.offload_optimizer(optax.adam(1e-2), r"\.mu\b")
+    with jax.set_mesh(M42), ns.axis_mapping(MAPPING):
+        params = ns.shard(parameters())
+        state = jax.jit(optimizer.init)(params)
+    assert state[0].mu["w"].array.sharding.memory_kind == "pinned_host"
+    assert state[0].nu["w"].array.sharding.memory_kind == "device"
+
+
+def test_in_scan_the_carry_stays_on_the_host() -> None:
+    optimizer, plain = ns.offload_optimizer(optax.adam(1e-2)), optax.adam(1e-2)
+
+    def run(tx: Any) -> tuple[Any, Any]:
+        with jax.set_mesh(M42), ns.axis_mapping(MAPPING):
+            params = ns.shard(parameters())
+
+            def body(carry: Any, number: Any) -> Any:
+                params, state = carry
+                updates, state = tx.update(gradients(params, number), state, params)
+                return (optax.apply_updates(params, updates), state), None
+
+            start = (params, tx.init(params))
+            return jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(5.0))[0])(start)
+
+    (params, state), (expected, _) = run(optimizer), run(plain)
+    assert_same(params, expected)
+    assert state[0].mu["w"].array.sharding.memory_kind == "pinned_host"
+
+
+def test_gradient_accumulation_in_a_loop() -> None:
+    optimizer, plain = ns.offload_optimizer(optax.adam(1e-2)), optax.adam(1e-2)
+
+    def run(tx: Any) -> Any:
+        params = parameters()
+
+        @jax.jit
+        def step(params: Any, state: Any) -> Any:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            total = jax.lax.fori_loop(
+                0, 3, lambda i, g: jax.tree.map(jnp.add, g, gradients(params, i.astype(jnp.float32))), zeros
+            )
+            updates, state = tx.update(total, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = tx.init(params)
+        for _ in range(4):
+            params, state = step(params, state)
+        return params
+
+    assert_same(run(optimizer), run(plain))
+
+
+def test_extra_arguments_reach_the_optimizer() -> None:
+    seen: list[float] = []
+
+    def update(updates: Any, state: Any, params: Any = None, *, loss: float, **_: Any) -> Any:
+        seen.append(loss)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: {"moment": jax.tree.map(jnp.zeros_like, p)}, update)
+    optimizer = ns.offload_optimizer(inner)
+    params = {"w": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+    optimizer.update(params, state, params, loss=0.5)
+    assert seen == [0.5]
+
+
+def test_only_what_is_selected_and_large_enough_moves() -> None:
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(4)}
+    state = ns.offload_optimizer(optax.adam(1e-3), r"\.(mu|nu)\b", min_size=1024).init(params)
+    assert kinds(state) == {
+        "[0].count": "device",
+        "[0].mu['b']": "device",
+        "[0].mu['w']": "pinned_host",
+        "[0].nu['b']": "device",
+        "[0].nu['w']": "pinned_host",
+    }
+    by_predicate = ns.offload_optimizer(optax.adam(1e-3), lambda path, leaf: ".nu" in path and leaf.ndim == 2)
+    assert [p for p, kind in kinds(by_predicate.init(params)).items() if kind == "pinned_host"] == ["[0].nu['w']"]
+
+
+def test_a_pattern_may_name_the_dot_of_a_field_at_the_root() -> None:
+    state = ns.offload_optimizer(optax.scale_by_adam(), r"\.mu\b").init({"w": jnp.ones((4, 4))})
+    assert kinds(state) == {"count": "device", "mu['w']": "pinned_host", "nu['w']": "device"}
+
+
+def test_fit_takes_the_largest_until_the_rest_fits() -> None:
+    params = {"big": jnp.ones((64, 64)), "middle": jnp.ones((32, 32)), "small": jnp.ones((8, 8))}
+    optimizer = ns.offload_optimizer(optax.adam(1e-3), fit=8 * 1024 + 516)
+    state = optimizer.init(params)
+    assert [p for p, kind in kinds(state).items() if kind == "pinned_host"] == ["[0].mu['big']", "[0].nu['big']"]
+    staying = sum(x.value.nbytes for x in named_leaves(state) if x.value.sharding.memory_kind == "device")
+    assert staying == 2 * (32 * 32 + 8 * 8) * 4 + 4
+    _, after = jax.jit(optimizer.update)(params, state)
+    assert kinds(after) == kinds(state)
+
+
+def test_fit_counts_bytes_per_device() -> None:
+    params = {"w": na(jnp.ones((8, 1024)), "embed mlp")}
+    with jax.set_mesh(M8):
+        sharded = ns.shard(params, {"embed": "data"})
+        state = ns.offload_optimizer(optax.adam(1e-3), fit="4100B").init(sharded)
+    # 4 KiB of each moment per device: one may stay, and the count.
+    assert sorted(kinds(state).values()) == ["device", "device", "pinned_host"]
+
+
+def message_of(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_messages() -> None:
+    params = {"w": jnp.ones((4, 4))}
+    assert message_of(lambda: ns.offload_optimizer(optax.adam(1e-3), "mmu").init(params), ns.OffloadError) == (
+        "where='mmu' selects no leaf for host memory: nothing matches; the arrays are\n"
+        "  [0].count (4 bytes)\n"
+        "  [0].mu['w'] (64 bytes)\n"
+        "  [0].nu['w'] (64 bytes)"
+    )
+    assert message_of(lambda: ns.offload_optimizer(optax.adam(1e-3), "count").init(params), ns.OffloadError) == (
+        "where='count' selects no leaf for host memory: the only matches are scalars; the arrays are\n"
+        "  [0].count (4 bytes)\n"
+        "  [0].mu['w'] (64 bytes)\n"
+        "  [0].nu['w'] (64 bytes)"
+    )
+    assert message_of(
+        lambda: ns.offload_optimizer(optax.adam(1e-3), "mu", min_size=100).init(params), ns.OffloadError
+    ) == (
+        "where='mu' selects no leaf for host memory: the only matches are scalars, or smaller than min_size=100 bytes;"
+        " the arrays are\n"
+        "  [0].count (4 bytes)\n"
+        "  [0].mu['w'] (64 bytes)\n"
+        "  [0].nu['w'] (64 bytes)"
+    )
+    assert message_of(lambda: ns.offload(params, "("), ns.OffloadError) == (
+        "where='(' is not a regular expression: missing ), unterminated subpattern at position 0"
+    )
+    assert message_of(lambda: ns.offload(params, memory_kind="vmem"), ns.MemoryKindError) == (
+        "memory kind 'vmem' is not offered by cpu devices, which have 'device', 'pinned_host', 'unpinned_host'\n"
+        "  fix: use one of 'device', 'pinned_host', 'unpinned_host'"
+    )
+    assert message_of(lambda: ns.offload_optimizer(optax.adam(1e-3), fit=3).init(params), ns.OffloadError) == (
+        "fit=3 bytes per device cannot be reached: 4 bytes stay with every selected leaf in host memory\n"
+        "  fix: select more leaves with where, shard the states over more devices, or allow more bytes"
+    )
+    assert message_of(lambda: ns.offload_optimizer(optax.adam(1e-3), fit="lots"), ValueError) == (
+        "'lots' is not a size: use a number of bytes, or text like \"1GiB\" or \"500MB\""
+    )
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_breaking_the_move_back_is_found(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    optimizer = ns.offload_optimizer(optax.adam(1e-3))
+    params = {"w": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+    real = _offload.change_memory
+    monkeypatch.setattr(_offload, "change_memory", lambda xs, kind: real(xs, "device"))
+    assert message_of(lambda: run(optimizer.update)(params, state), ns.OffloadError) == (
+        "2 of 2 leaves selected for host memory are in device memory after the update\n"
+        "  [0].mu['w']\n"
+        "  [0].nu['w']\n"
+        "  fix: keep the optimizer's own update between the transfers: wrap the outermost transformation"
+    )
+
+
+def test_breaking_the_move_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = ns.offload_optimizer(optax.adam(1e-3))
+    params = {"w": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+    monkeypatch.setattr(_offload, "change_memory", lambda xs, kind: list(xs))
+    assert message_of(lambda: jax.jit(optimizer.update)(params, state), ns.OffloadError) == (
+        "2 of 2 leaves selected for host memory are in host memory at the update\n"
+        "  [0].mu['w']\n"
+        "  [0].nu['w']\n"
+        "  fix: keep the optimizer's own update between the transfers: wrap the outermost transformation"
+    )
+
+
+def test_a_compiler_that_ignores_the_transfers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_offload, "change_memory", lambda xs, kind: list(xs))
+    _offload._check_compiler.cache_clear()
+    device = jax.devices()[0]
+    text = message_of(lambda: _offload._check_compiler(device, "unpinned_host"), ns.OffloadError)
+    assert text == (
+        "the compiler for cpu devices leaves a result meant for 'unpinned_host' in 'device'\n"
+        "  fix: use a newer jaxlib, or do not offload on this backend"
+    )
+    _offload._check_compiler.cache_clear()
+
+
+def test_the_transfers_are_in_the_compiled_step() -> None:
+    optimizer = ns.offload_optimizer(optax.adam(1e-3))
+    params = {"w": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+    compiled = jax.jit(optimizer.update).lower(params, state).compile()
+    layout = re.search(r"entry_computation_layout=\{(.*)\}", compiled.as_text())
+    assert layout is not None
+    arguments, results = layout[1].split("->")
+    assert (arguments.count("S(5)"), results.count("S(5)")) == (2, 2)
+
+
+def test_offload_keeps_values_shards_and_what_is_not_chosen() -> None:
+    with jax.set_mesh(M42):
+        tree = ns.shard({"w": na(jnp.arange(32.0).reshape(8, 4), "embed mlp"), "n": jnp.int32(3), "s": "x"}, MAPPING)
+    out = ns.offload(tree, "w")
+    assert out["w"].array.sharding == tree["w"].array.sharding.with_memory_kind("pinned_host")
+    assert bits(out["w"].array) == bits(tree["w"].array)
+    assert (out["n"] is tree["n"], out["s"]) == (True, "x")
+    again = ns.offload(out, "w")
+    assert again["w"].array is out["w"].array
+    in_jit = jax.jit(lambda t: ns.offload(t, "w"))({"w": tree["w"]})
+    assert in_jit["w"].array.sharding.memory_kind == "pinned_host"
+    back = ns.shard(out, MAPPING, M42, memory_kind="device")
+    assert back["w"].array.sharding == tree["w"].array.sharding
+    assert isinstance(out["w"], hax.NamedArray)
