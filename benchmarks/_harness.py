@@ -15,27 +15,34 @@ from rich.table import Table
 Thunk = Callable[[], Any]
 
 
-def interleaved(candidates: Mapping[str, Thunk], *, rounds: int, calls: int = 1, warmup: int = 2) -> dict[str, float]:
+def interleaved(
+    candidates: Mapping[str, Thunk], *, rounds: int, turn: float = 0.02, warmup: int = 2
+) -> dict[str, float]:
     """Median seconds per call of each candidate.
 
     Args:
         candidates: What to call, by name. A candidate must wait for its own results.
         rounds: How often each candidate has its turn; the order changes from round to round.
-        calls: Calls per turn.
+        turn: About how long a turn lasts, in seconds: as many calls as fit, one at least.
         warmup: Calls of each candidate before the clock runs.
     """
     names = list(candidates)
+    calls: dict[str, int] = {}
     for name in names:
         for _ in range(warmup):
             candidates[name]()
+        start = time.perf_counter()
+        if turn:
+            candidates[name]()
+        calls[name] = max(1, int(turn / (time.perf_counter() - start)))
     taken: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    for n in range(rounds):
+        for name in names[n % len(names) :] + names[: n % len(names)]:
             call = candidates[name]
             start = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(calls[name]):
                 call()
-            taken[name].append((time.perf_counter() - start) / calls)
+            taken[name].append((time.perf_counter() - start) / calls[name])
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

@@ -108,12 +108,12 @@ def _first_call(leaves: int, rounds: int) -> dict[str, float]:
     def fresh(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Thunk:
         return lambda: _last_bias(make(lambda tree: _scale(tree))(tree)).block_until_ready()
 
-    return interleaved({name: fresh(make) for name, make in makers.items()}, rounds=rounds, warmup=1)
+    return interleaved({name: fresh(make) for name, make in makers.items()}, rounds=rounds, turn=0, warmup=1)
 
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Median seconds per call, by case and candidate."""
-    rounds, calls = (3, 2) if quick else (41, 20)
+    rounds = 3 if quick else 41
     cases: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], jax.Array]]] = {
         "96 leaves in Haliax modules": (_scale, (blocks(96),), _last_bias),
         "384 leaves in Haliax modules": (_scale, (blocks(384),), _last_bias),
@@ -128,8 +128,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with jax.set_mesh(mesh()), ns.axis_mapping(MAPPING):
         for name, (fn, args, last) in cases.items():
-            per_turn = calls if len(args) == 1 else calls * 20
-            results[name] = interleaved(_candidates(fn, args, last), rounds=rounds, calls=per_turn)
+            results[name] = interleaved(_candidates(fn, args, last), rounds=rounds)
         results["first call, 96 leaves"] = _first_call(96, 2 if quick else 7)
     return results
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -242,6 +243,19 @@ def test_lints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         "! 5 of 7 tensors match no --axes pattern",
         "! embeddings.words.weight is left replicated, 44.7 MiB each: (30522, 384) has no axis names",
     ]
+
+
+def test_colour_only_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    arguments = [str(write(tmp_path, {"w": ("F32", (7,))})), "--mesh", "data=2", "--map", "x=data", "--axes", "w=x"]
+    _, plain, _ = run(capsys, *arguments)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, coloured, _ = run(capsys, *arguments)
+    assert "\x1b" not in plain and "\x1b[31m" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
 
 
 def test_sharded_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def test_every_route_has_a_row(route: Route) -> None:
     assert len(re.findall(rf"^\| [^|]+ \| `{route.value}` \| [^|]+ \|$", page, re.MULTILINE)) == 1
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")) + [DOCS.parent / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"

@@ -1,5 +1,6 @@
-"""Laws over random arrays, mappings, meshes and sources: as planned, eager as in jit, values untouched, once is enough."""
+"""Laws over random arrays, mappings, meshes and sources: as planned, eager as in jit, bit for bit, once is enough."""
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -48,9 +49,15 @@ def specs(draw: Any, shape: tuple[int, ...], mesh: Mesh) -> jax.sharding.Partiti
 class Case:
     base: np.ndarray
     names: str
-    mapping: ns.AxisMapping
+    # Candidates of each axis: the mapping is made in the tests, since the type checker draws random numbers.
+    rules: dict[str, list[Any]]
     mesh: Mesh
     memory_kind: str | None
+
+    @property
+    def mapping(self) -> ns.AxisMapping:
+        rules = {axis: ns.first(*candidates) for axis, candidates in self.rules.items()}
+        return ns.AxisMapping(rules, indivisible="replicate")
 
     def shard(self, x: Any) -> Any:
         with warnings.catch_warnings():
@@ -78,9 +85,9 @@ def cases(draw: Any) -> Case:
     mesh = draw(meshes())
     products = st.lists(st.sampled_from(mesh.axis_names), min_size=1, max_size=2, unique=True).map(tuple)
     candidates = st.lists(st.one_of(products, st.just(("elsewhere",))), min_size=1, max_size=2)
-    rules = {a: ns.first(*draw(candidates), None) for a in draw(st.permutations(names)) if draw(st.booleans())}
+    rules = {a: [*draw(candidates), None] for a in draw(st.permutations(names)) if draw(st.booleans())}
     kind = draw(st.sampled_from([None, None, "device", "pinned_host"]))
-    return Case(base, " ".join(names), ns.AxisMapping(rules, indivisible="replicate"), mesh, kind)
+    return Case(base, " ".join(names), rules, mesh, kind)
 
 
 @st.composite
@@ -124,10 +131,13 @@ def test_eager_and_compiled_calls_agree(data: Any) -> None:
     case = data.draw(cases())
     if case.mixes_types() or 0 in case.base.shape:
         # No constraint can say the one, and compiled code reports no sharding for arrays without elements.
-        case = dataclasses.replace(case, base=np.ones((2, 2), np.float32), names="a b", mapping=ns.AxisMapping({}))
+        case = dataclasses.replace(case, base=np.ones((2, 2), np.float32), names="a b", rules={})
+    if len(set(case.mesh.axis_types)) > 1:
+        # JAX forgets the memory of a compiled function's result that is sharded over no Auto axis of a mixed mesh.
+        case = dataclasses.replace(case, memory_kind="device")
     eager = case.shard(case.base)
     in_context = data.draw(st.booleans())
-    with jax.set_mesh(case.mesh if in_context else None):
+    with jax.set_mesh(case.mesh) if in_context else contextlib.nullcontext():
         compiled = jax.jit(case.shard)(case.base)
     assert compiled.sharding.is_equivalent_to(eager.sharding, eager.ndim), (compiled.sharding, eager.sharding)
     assert compiled.sharding.memory_kind == eager.sharding.memory_kind

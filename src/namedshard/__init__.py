@@ -53,6 +53,9 @@ from namedshard._plan import AxisChoice as AxisChoice
 from namedshard._plan import LeafPlan as LeafPlan
 from namedshard._plan import Plan as Plan
 from namedshard._plan import plan as plan
+from namedshard._report import Lint as Lint
+from namedshard._report import Row as Row
+from namedshard._report import Totals as Totals
 from namedshard._route import Route as Route
 from namedshard._safetensors._header import TensorInfo as TensorInfo
 from namedshard._safetensors._index import read_header as read_header

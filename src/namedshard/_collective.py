@@ -8,6 +8,7 @@ devices, and `exchange` where they do not.
 import collections
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from namedshard import _moves as moves
 from namedshard._errors import ExchangeError, message
 from namedshard._route import CHUNK_BYTES, Route
 from namedshard._sync import Line, agree, refuse_local
+
 
 def processes_of(move: moves.Move) -> frozenset[int]:
     """The processes that own devices of a move's source or target."""
@@ -41,7 +43,7 @@ def run(work: Sequence[moves.Move]) -> list[moves.Move]:
             own.append(move)
         elif len(involved) == 1:
             with compat.no_context_mesh():
-                move.result = _rebuilt(move.value, move.want, {})
+                _nothing_here(move)
         else:
             spanning.append(move)
     if spanning:
@@ -53,20 +55,59 @@ def run(work: Sequence[moves.Move]) -> list[moves.Move]:
 
 
 def _run(work: Sequence[moves.Move]) -> None:
-    exchanged: list[moves.Move] = []
+    ways: dict[Route, list[moves.Move]] = collections.defaultdict(list)
     for move in work:
-        if move.route is Route.FROM_HOST:
-            _from_host(move)
-        elif move.route is Route.COLLECTIVE or moves.all_cpu(move.want.device_set):
-            exchanged.append(move)
-    compiled = [m for m in work if m.route is Route.CONSTRAIN_JIT and m not in exchanged]
-    if compiled:
+        ways[_way(move)].append(move)
+    for move in ways[Route.FROM_HOST]:
+        _from_host(move)
+    if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
         moves.constrain_jit(compiled)
-    reordered = [m for m in work if m.route is Route.DEVICE_PUT and m not in exchanged]
-    if reordered:
+    if reordered := _with_devices_here(ways[Route.DEVICE_PUT]):
         moves.two_hops(reordered)
-    if exchanged:
+    if exchanged := ways[Route.COLLECTIVE]:
         _exchange_moves(exchanged)
+
+
+def _way(move: moves.Move) -> Route:
+    if move.route is Route.FROM_HOST:
+        return Route.FROM_HOST
+    if move.route is Route.COLLECTIVE or moves.all_cpu(move.want.device_set):
+        return Route.COLLECTIVE
+    bounded = compiler_stays_bounded(raw(move.value), _raw_sharding(move.value, move.want), move.route)
+    return move.route if bounded else Route.COLLECTIVE
+
+
+def _with_devices_here(work: Sequence[moves.Move]) -> list[moves.Move]:
+    """The moves between devices of which this process has some; it has no part in the others."""
+    for move in work:
+        if not move.want.addressable_devices:
+            _nothing_here(move)
+    return [m for m in work if m.want.addressable_devices]
+
+
+def _nothing_here(move: moves.Move) -> None:
+    move.result = _rebuilt(move.value, move.want, {})
+    if move.donate:
+        move.value.delete()
+
+
+def compiler_stays_bounded(x: jax.Array, want: NamedSharding, route: Route) -> bool:
+    """Whether the compiler's own way needs at most `CHUNK_BYTES` on a device beyond source and target shards.
+
+    For some changes it gathers the whole array on each device.
+    """
+    if x.nbytes <= CHUNK_BYTES:
+        return True
+    return route is Route.CONSTRAIN_JIT and _compiled_bytes(x.shape, x.dtype, x.sharding, want) <= CHUNK_BYTES
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: NamedSharding) -> float:
+    """Device memory that a compiled change of sharding takes for itself."""
+    struct = jax.ShapeDtypeStruct(shape, dtype, sharding=source.with_memory_kind("device"))
+    identity = jax.jit(lambda x: x, out_shardings=want.with_memory_kind("device"))
+    needs = identity.lower(struct).compile().memory_analysis()
+    return math.inf if needs is None else needs.temp_size_in_bytes
 
 
 # --- the pieces themselves --------------------------------------------------------------------------------------------
@@ -110,8 +151,10 @@ def _from_host(move: moves.Move) -> None:
         box = moves.bounds_of(index or (), value.shape)
         if box not in pieces:
             pieces[box] = moves.aligned_empty(tuple(b - a for a, b in box), dtype)
-            moves.copy_overlap(pieces[box], box, value, tuple((0, n) for n in value.shape))
+            moves.copy_overlap(pieces[box], box, value, ex.whole(value.shape))
     move.result = _rebuilt(x, move.want, pieces)
+    if move.donate:
+        x.delete()
 
 
 def _exchange_moves(work: Sequence[moves.Move]) -> None:
@@ -250,7 +293,7 @@ def _program(
     return step
 
 
-# --- what each process says of a move -----------------------------------------------------------------------------------
+# --- what each process says of a move ---------------------------------------------------------------------------------
 
 
 def type_text(x: Any) -> str:

@@ -35,7 +35,8 @@ def donation_mask(
     if len(by_position) > len(args):
         raise DonationError(
             message(
-                f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional arguments",
+                f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional"
+                " arguments",
                 fix="give one entry per positional argument, and use donate_kwargs for keyword arguments",
             )
         )

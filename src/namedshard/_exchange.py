@@ -13,8 +13,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-import jax
 from jax.sharding import Sharding
 
 from namedshard._moves import Bounds, bounds_of
@@ -25,6 +25,8 @@ SMALLEST_SLOT = 1 << 12
 TURNS = 8
 
 Pair = tuple[int, int]
+# A ``jax.Device``, or anything else with an ``id`` and a ``process_index``: plans need no real ones.
+Device: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class Piece:
     """A box of an array, from the shard that has it to the shard that wants it."""
 
     box: Bounds
-    source: jax.Device
+    source: Device
     source_box: Bounds
-    target: jax.Device
+    target: Device
     target_box: Bounds
 
     @property
@@ -45,10 +47,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Which devices hold which box of an array, and the grid that the boxes form."""
+    """Which devices hold which box of an array, the grid that the boxes form, and how many hold the same box."""
 
-    holders: Mapping[Bounds, tuple[jax.Device, ...]]
+    holders: Mapping[Bounds, tuple[Device, ...]]
     cuts: tuple[tuple[tuple[int, int], ...], ...]
+    copies: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,7 +61,7 @@ def layout_of(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def whole_on(devices: tuple[jax.Device, ...], shape: tuple[int, ...]) -> Layout:
+def whole_on(devices: tuple[Device, ...], shape: tuple[int, ...]) -> Layout:
     """The layout of an array that each of some devices holds whole."""
     return layout(dict.fromkeys(devices, whole(shape)), len(shape))
 
@@ -68,13 +71,14 @@ def whole(shape: tuple[int, ...]) -> Bounds:
     return tuple((0, n) for n in shape)
 
 
-def layout(boxes: Mapping[jax.Device, Bounds], ndim: int) -> Layout:
+def layout(boxes: Mapping[Device, Bounds], ndim: int) -> Layout:
     """The layout of given boxes, which must form a grid."""
-    holders: dict[Bounds, list[jax.Device]] = collections.defaultdict(list)
+    holders: dict[Bounds, list[Device]] = collections.defaultdict(list)
     for device, box in boxes.items():
         holders[box].append(device)
     cuts = tuple(tuple(sorted({box[d] for box in holders})) for d in range(ndim))
-    return Layout({box: tuple(devices) for box, devices in holders.items()}, cuts)
+    copies = max(map(len, holders.values()), default=1)
+    return Layout({box: tuple(devices) for box, devices in holders.items()}, cuts, copies)
 
 
 def _overlaps(source: Layout, box: Bounds) -> Iterator[tuple[Bounds, Bounds]]:
@@ -99,7 +103,7 @@ def pieces_between(source: Layout, target: Layout, turn: int = 0) -> Iterator[Pi
     """
     asked: dict[Bounds, int] = collections.defaultdict(lambda: turn)
     for box, devices in target.holders.items():
-        receivers: dict[int, jax.Device] = {}
+        receivers: dict[int, Device] = {}
         for device in devices:
             receivers.setdefault(device.process_index, device)
         for process, receiver in receivers.items():
@@ -114,10 +118,10 @@ def pieces_between(source: Layout, target: Layout, turn: int = 0) -> Iterator[Pi
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Between:
-    """One array's pieces that a process has to do with, and the bytes that all processes exchange for it."""
+    """One array's pieces that concern a process, each with its bytes, and what all processes exchange for it."""
 
-    mine: tuple[Piece, ...]
-    crossing: Mapping[tuple[jax.Device, jax.Device], int]
+    mine: tuple[tuple[Piece, int], ...]
+    crossing: Mapping[tuple[Device, Device], int]
 
 
 def _padded(box: Bounds, itemsize: int) -> int:
@@ -127,13 +131,14 @@ def _padded(box: Bounds, itemsize: int) -> int:
 # A model has many arrays and few ways in which they move.
 @functools.lru_cache(maxsize=256)
 def _between(source: Layout, target: Layout, turn: int, itemsize: int, process: int) -> _Between:
-    mine: list[Piece] = []
-    crossing: dict[tuple[jax.Device, jax.Device], int] = collections.defaultdict(int)
+    mine: list[tuple[Piece, int]] = []
+    crossing: dict[tuple[Device, Device], int] = collections.defaultdict(int)
     for piece in pieces_between(source, target, turn):
+        size = _padded(piece.box, itemsize)
         if process in (piece.source.process_index, piece.target.process_index):
-            mine.append(piece)
+            mine.append((piece, size))
         if piece.crosses:
-            crossing[piece.source, piece.target] += _padded(piece.box, itemsize)
+            crossing[piece.source, piece.target] += size
     return _Between(tuple(mine), crossing)
 
 
@@ -155,11 +160,11 @@ class Stream:
         self._starts: list[int] = []
         self.bytes = 0
 
-    def add(self, leaf: int, piece: Piece, itemsize: int) -> None:
-        """Append a piece of an array with elements of ``itemsize`` bytes."""
+    def add(self, leaf: int, piece: Piece, itemsize: int, size: int) -> None:
+        """Append a piece of an array with elements of ``itemsize`` bytes; ``size`` is padded."""
         self.pieces.append((leaf, piece, itemsize))
         self._starts.append(self.bytes)
-        self.bytes += _padded(piece.box, itemsize)
+        self.bytes += size
 
     def between(self, start: int, stop: int) -> Iterator[Fragment]:
         """What is in the bytes from ``start`` to ``stop``, which are multiples of `ALIGNMENT`."""
@@ -229,7 +234,7 @@ class Schedule:
         crossing_bytes: Bytes that all processes together must send to each other.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     phases: tuple[Phase, ...]
     local: tuple[tuple[int, Piece], ...]
     streams: Mapping[Pair, Stream]
@@ -253,11 +258,12 @@ def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget
     kinds: collections.Counter[_Between] = collections.Counter()
     leaves: list[_Between] = []
     for source, target, itemsize in changes:
-        between = _between(source, target, turns[source, target] % TURNS, itemsize, process)
+        turn = turns[source, target] % min(TURNS, source.copies)
+        between = _between(source, target, turn, itemsize, process)
         turns[source, target] += 1
         kinds[between] += 1
         leaves.append(between)
-    sizes: dict[tuple[jax.Device, jax.Device], int] = collections.defaultdict(int)
+    sizes: dict[tuple[Device, Device], int] = collections.defaultdict(int)
     for between, count in kinds.items():
         for devices, size in between.crossing.items():
             sizes[devices] += count * size
@@ -266,10 +272,10 @@ def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget
     local: list[tuple[int, Piece]] = []
     streams: dict[Pair, Stream] = collections.defaultdict(Stream)
     for leaf, between in enumerate(leaves):
-        for piece in between.mine:
+        for piece, size in between.mine:
             if piece.crosses:
                 pair = position[piece.source], position[piece.target]
-                streams[pair].add(leaf, piece, changes[leaf][2])
+                streams[pair].add(leaf, piece, changes[leaf][2], size)
             else:
                 local.append((leaf, piece))
     crowd = max(collections.Counter(d.process_index for d in devices).values(), default=1)
@@ -289,7 +295,7 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
         length = left[0] if len(left) * left[0] <= 1.25 * sum(left) else left[len(left) // 2]
         rounds = _colour(active)
         most = max(SMALLEST_SLOT, budget // (2 * len(rounds)) // ALIGNMENT * ALIGNMENT)
-        slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(length)))
+        slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(-(-length // -(-length // most)))))
         steps = -(-length // slot_bytes)
         phases.append(Phase(rounds, slot_bytes, start, steps))
         start += steps * slot_bytes

@@ -11,11 +11,11 @@ from jaxtyping import PyTree
 from namedshard import _collective as collective
 from namedshard import _exchange as ex
 from namedshard import _jaxcompat as compat
-from namedshard import _moves as moves
 from namedshard._errors import DeletedArrayError, TracedMoveError, count_of, message
 from namedshard._leaves import Leaf, named_leaves
 from namedshard._sync import Line, agree
 
+UNCOMMITTED = "uncommitted"
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -65,55 +65,44 @@ def _line(leaf: Leaf, process: int | None) -> Line:
     x = leaf.value
     target = "every process" if process is None else f"process {process}"
     if not x.committed and x.is_fully_addressable:
-        return Line(leaf.path, collective.type_text(x), "uncommitted", target, local=True)
+        return Line(leaf.path, collective.type_text(x), UNCOMMITTED, target, local=True)
     where = collective.sharding_text(x.sharding)
     return Line(leaf.path, collective.type_text(x), where, target, local=x.is_fully_addressable)
 
 
-def _whole(shape: tuple[int, ...]) -> moves.Bounds:
-    return tuple((0, n) for n in shape)
-
-
-def _copy_local(x: jax.Array, out: np.ndarray) -> None:
-    seen: set[moves.Bounds] = set()
-    for shard in x.addressable_shards:
-        bounds = moves.bounds_of(shard.index, x.shape)
-        if bounds not in seen:
-            seen.add(bounds)
-            moves.copy_overlap(out, _whole(x.shape), np.asarray(shard.data), bounds)
-
-
-def _receivers(process: int | None, turn: int) -> list[jax.Device]:
+def _receivers(process: int | None, turn: int) -> tuple[jax.Device, ...]:
     """For each keeping process the device that receives a leaf; its devices take turns."""
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
     keepers = sorted(by_process) if process is None else [process]
-    return [by_process[p][turn % len(by_process[p])] for p in keepers]
+    return tuple(by_process[p][turn % len(by_process[p])] for p in keepers)
+
+
+def _fill(
+    arrays: Sequence[jax.Array], receivers: Sequence[tuple[jax.Device, ...]], out: Sequence[Any], budget: int
+) -> None:
+    targets = [ex.whole_on(devices, x.shape) for x, devices in zip(arrays, receivers, strict=True)]
+    buffers = {(i, ex.whole(x.shape)): o for i, (x, o) in enumerate(zip(arrays, out, strict=True)) if o is not None}
+    collective.exchange(arrays, targets, buffers, budget)
 
 
 def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str) -> list[np.ndarray | None]:
     """The values of array leaves, on the keeping processes."""
     keep = process is None or process == jax.process_index()
     with compat.no_context_mesh():
-        arrays = [collective.raw(leaf.value) for leaf in leaves]
-        out = [np.empty(x.shape, x.dtype) if keep else None for x in arrays]
         own = set(range(len(leaves)))
         if jax.process_count() > 1:
             lines = [_line(leaf, process) for leaf in leaves]
-            local = agree(what, lines) | {i for i, line in enumerate(lines) if line.source == "uncommitted"}
-            own = set(local)
-        for i in sorted(own):
-            result = out[i]
-            if result is not None:
-                _copy_local(arrays[i], result)
+            own = agree(what, lines, f"budget={budget}") | {i for i, n in enumerate(lines) if n.source == UNCOMMITTED}
+        arrays = [collective.raw(leaf.value) for leaf in leaves]
+        out = [np.empty(x.shape, x.dtype) if keep else None for x in arrays]
+        mine = sorted(own) if keep else []
+        devices = [(next(iter(arrays[i].sharding.addressable_devices)),) for i in mine]
+        _fill([arrays[i] for i in mine], devices, [out[i] for i in mine], budget)
         shared = [i for i in range(len(leaves)) if i not in own]
-        if shared:
-            targets = [
-                ex.layout({d: _whole(arrays[i].shape) for d in _receivers(process, i)}, arrays[i].ndim) for i in shared
-            ]
-            buffers = {(n, _whole(arrays[i].shape)): b for n, i in enumerate(shared) if (b := out[i]) is not None}
-            collective.exchange([arrays[i] for i in shared], targets, buffers, budget)
+        receivers = [_receivers(process, i) for i in shared]
+        _fill([arrays[i] for i in shared], receivers, [out[i] for i in shared], budget)
     return out
 
 
@@ -128,7 +117,8 @@ def to_host(tree: PyTree, *, process: int | None = None, budget: int | str = "1G
             (see ``jax.random.key_data``; ``jax.random.wrap_key_data`` undoes it). Other leaves stay as they are.
         process: The process that keeps the arrays; on the others the array leaves are ``None``. None keeps them on
             every process.
-        budget: Bytes of memory that a process may use beyond the result: a number, or text like ``"1GiB"``.
+        budget: Bytes of memory that a process may use beyond the result: a number, or text like ``"1GiB"``. A few
+            KiB for each pair of devices are used in any case.
 
     Returns:
         The tree with numpy arrays of each array's own global shape.
@@ -138,6 +128,7 @@ def to_host(tree: PyTree, *, process: int | None = None, budget: int | str = "1G
         DeletedArrayError: An array was donated or deleted.
         TracedMoveError: An array is traced.
         OutOfStepError: The processes do not make the same call.
+        ExchangeError: Another process died.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns
@@ -176,6 +167,7 @@ def iter_to_host(
         DeletedArrayError: An array was donated or deleted.
         TracedMoveError: An array is traced.
         OutOfStepError: The processes do not make the same call.
+        ExchangeError: Another process died.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns

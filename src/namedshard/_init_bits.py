@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from namedshard import _jaxcompat as compat
@@ -117,14 +117,14 @@ def bits_maker(targets: Sequence[tuple[tuple[int, ...], NamedSharding | None]]) 
 
     def bits(key: Array, width: int, shape: tuple[int, ...]) -> Array | None:
         whole = (*key.shape, *shape)
-        threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.read("jax_threefry_partitionable")
+        threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
         if whole not in by_shape or not threefry or width not in _DTYPES or not 0 < math.prod(shape) < 2**32:
             return None
         sharding = by_shape[whole]
         data, batch, dtype = jax.random.key_data(key), key.ndim, jnp.dtype(_DTYPES[width])
         if sharding is None:
             return _local(data, whole, whole, batch, (0,) * len(whole), dtype)
-        mesh, spec, local = compat.auto_twin(sharding.mesh), sharding.spec, sharding.shard_shape(whole)
+        mesh, spec, local = compat.twin(sharding.mesh, AxisType.Auto), sharding.spec, sharding.shard_shape(whole)
 
         def shard(data: Array) -> Array:
             starts = [_axis_index(entry, mesh.shape) * n for entry, n in zip(_entries(spec, whole), local, strict=True)]
@@ -135,7 +135,7 @@ def bits_maker(targets: Sequence[tuple[tuple[int, ...], NamedSharding | None]]) 
     return bits
 
 
-def _shard_map(fn: Callable[[Array], Array], mesh: jax.sharding.Mesh, spec: PartitionSpec) -> Callable[[Array], Array]:
+def _shard_map(fn: Callable[[Array], Array], mesh: Mesh, spec: PartitionSpec) -> Callable[[Array], Array]:
     return jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)
 
 

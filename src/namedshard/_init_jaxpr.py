@@ -145,8 +145,7 @@ def apply(primitive: Primitive, params: dict[str, Any], inputs: Sequence[Any], b
         made = bits(inputs[0], params["bit_width"], tuple(params["shape"]))
         if made is not None:
             return [made]
-    functions, bound = primitive.get_bind_params(params)
-    out = primitive.bind(*functions, *inputs, **bound)
+    out = primitive.bind(*inputs, **params)
     return list(out) if primitive.multiple_results else [out]
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from namedshard import _jaxcompat as compat
 from namedshard._init_bits import bits_maker
-from namedshard._init_jaxpr import MOVEMENT, Constant, Op, apply, fence
+from namedshard._init_jaxpr import MOVEMENT, Constant, Op, apply, fence, freeze_op
 from namedshard._init_split import Call
 from namedshard._init_tape import Recording, decode, has_words, word_count
 
@@ -28,12 +28,12 @@ _QUIET_SECONDS = 1.0
 class Program:
     """One compiled program, or one on its way."""
 
-    __slots__ = ("_future", "name", "seconds")
+    __slots__ = ("future", "name", "seconds")
 
     def __init__(self, name: str, lowered: Any, pool: concurrent.futures.Executor):
         self.name = name
         self.seconds = 0.0
-        self._future = pool.submit(self._compile, lowered)
+        self.future: concurrent.futures.Future[Any] = pool.submit(self._compile, lowered)
 
     def _compile(self, lowered: Any) -> Any:
         start = time.perf_counter()
@@ -42,14 +42,9 @@ class Program:
         return compiled
 
     @property
-    def done(self) -> bool:
-        """True once it is compiled, or has failed to."""
-        return self._future.done()
-
-    @property
     def compiled(self) -> Any:
         """The executable; waits for it."""
-        return self._future.result()
+        return self.future.result()
 
     @property
     def temporary_bytes(self) -> int:
@@ -95,8 +90,8 @@ def clear_programs() -> None:
 
 
 def _settings() -> Hashable:
-    names = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_device", "jax_default_matmul_precision")
-    return tuple(jax.config.read(name) for name in names)
+    with compat.no_context_mesh():
+        return compat.trace_key()
 
 
 def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]]:
@@ -127,13 +122,14 @@ def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]
         for op in call.ops:
             inputs = [read(ref, op.primitive.name not in MOVEMENT) for ref in op.inputs]
             made.update(zip(op.outputs, apply(op.primitive, op.params, inputs, bits), strict=True))
-        return tuple(_typed(made[v], avals[v]) for v in call.outputs)
+        return tuple(typed(made[v], avals[v]) for v in call.outputs)
 
     program.__name__ = program.__qualname__ = call.name
     return program
 
 
-def _typed(x: Array, aval: Any) -> Array:
+def typed(x: Array, aval: Any) -> Array:
+    """The array with the weak type that tracing found."""
     if not getattr(aval, "weak_type", False):
         return x
     return jax.lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=True, sharding=None)
@@ -158,8 +154,8 @@ def program_for(call: Call, avals: Sequence[Any], placements: Sequence[Any]) -> 
 
 def _untyped(sharding: Any) -> Any:
     """Explicit axes would put shardings into the types of all that is computed from an array."""
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
-        return NamedSharding(compat.auto_twin(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return NamedSharding(compat.twin(sharding.mesh, AxisType.Auto), sharding.spec, memory_kind=sharding.memory_kind)
     return sharding
 
 
@@ -174,7 +170,7 @@ def tape_program(tape: Recording) -> tuple[Program, bool]:
     return _cache.get((tape.key, _settings()), make)
 
 
-def eager_op(op: Op, key: Hashable) -> Callable[..., list[Any]]:
+def eager_op(op: Op) -> Callable[..., list[Any]]:
     """One operation compiled by itself for one device, which is what eager execution runs."""
 
     def make(_: concurrent.futures.Executor) -> Callable[..., list[Any]]:
@@ -184,30 +180,24 @@ def eager_op(op: Op, key: Hashable) -> Callable[..., list[Any]]:
         run.__name__ = run.__qualname__ = f"init_{str(op.params.get('name', op.primitive.name)).strip('_')}"
         return jax.jit(run)
 
-    return _cache.get(("op", key, _settings()), make)[0]
+    return _cache.get(("op", freeze_op(op.primitive, op.params), _settings()), make)[0]
 
 
 def wait_for(programs: Sequence[Program]) -> None:
     """Wait until all are compiled; on a terminal, what takes long shows how far it is."""
-    waiting = [p for p in programs if not p.done]
-    if not waiting:
-        return
-    started = time.perf_counter()
+    pending = {p.future for p in programs if not p.future.done()}
     console = Console(stderr=True)
-    if not console.is_terminal:
-        for program in waiting:
-            _ = program.compiled
-        return
-    while time.perf_counter() - started < _QUIET_SECONDS:
-        if all(p.done for p in waiting):
-            return
-        time.sleep(0.01)
-    columns = (TextColumn("init: compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(programs))
-        while not all(p.done for p in waiting):
-            progress.update(task, completed=sum(p.done for p in programs))
-            time.sleep(0.05)
+    if pending and console.is_terminal:
+        _, pending = concurrent.futures.wait(pending, _QUIET_SECONDS)
+    if pending and console.is_terminal:
+        columns = (TextColumn("init: compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(programs))
+            while pending:
+                progress.update(task, completed=len(programs) - len(pending))
+                _, pending = concurrent.futures.wait(pending, 0.1)
+    for program in programs:
+        program.future.result()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,6 +30,19 @@ _KEY_OPS |= frozenset("reshape expand_dims concatenate gather dynamic_slice broa
 
 
 @functools.lru_cache(maxsize=64)
+def key_impl(dtype: Any) -> Any:
+    """What ``jax.random.key_impl`` says of keys of a dtype."""
+    found: list[Any] = []
+
+    def look(key: Array) -> tuple[()]:
+        found.append(jax.random.key_impl(key))
+        return ()
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
+@functools.lru_cache(maxsize=64)
 def _key_words(dtype: Any) -> int:
     return math.prod(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape)
 
@@ -72,7 +85,7 @@ def decode(words: Array, aval: Any) -> Array:
     """The value that uint32 words, shape ``[word_count(aval)]``, stand for."""
     if compat.is_key_array(aval):
         data = words.reshape(*aval.shape, _key_words(aval.dtype))
-        return jax.random.wrap_key_data(data, impl=_key_impl(aval.dtype))
+        return jax.random.wrap_key_data(data, impl=key_impl(aval.dtype))
     dtype = aval.dtype
     if dtype == jnp.bool_:
         return (words != 0).reshape(aval.shape)
@@ -81,11 +94,6 @@ def decode(words: Array, aval: Any) -> Array:
     if dtype.itemsize < 4:
         words = words.astype({1: jnp.uint8, 2: jnp.uint16}[dtype.itemsize])
     return jax.lax.bitcast_convert_type(words.reshape(aval.shape), dtype)
-
-
-@functools.lru_cache(maxsize=64)
-def _key_impl(dtype: Any) -> Any:
-    return jax.random.key_impl(jax.ShapeDtypeStruct((), dtype))
 
 
 def encode(value: Array, aval: Any) -> Array:
@@ -168,7 +176,7 @@ class Tape:
         self._avals = graph.avals
         self._initial: list[np.ndarray] = [np.zeros(1, np.uint32)]
         self._size = 1
-        self._places: dict[int, int] = {}
+        self.places: dict[int, int] = {}
         self._constants: dict[Any, int] = {}
         self._kinds: dict[Any, int] = {}
         self._branches: list[_Kind] = []
@@ -186,20 +194,20 @@ class Tape:
 
     def add_input(self, value: int) -> None:
         """A value that is read from an argument when the tape runs."""
-        self._places[value] = self._take(np.zeros(word_count(self._avals[value]), np.uint32))
+        self.places[value] = self._take(np.zeros(word_count(self._avals[value]), np.uint32))
         self.inputs.append(value)
 
     def add_constant(self, value: int, content: Any) -> None:
         """A value known while tracing."""
-        self._places[value] = self._take(host_words(content, self._avals[value]))
+        self.places[value] = self._take(host_words(content, self._avals[value]))
 
     def __contains__(self, value: int) -> bool:
-        return value in self._places
+        return value in self.places
 
     def place(self, ref: Ref) -> int:
         """The first word of a small value or literal."""
         if not isinstance(ref, Constant):
-            return self._places[ref]
+            return self.places[ref]
         words = host_words(ref.value, ref.aval)
         key = (aval_key(ref.aval), words.tobytes())
         if key not in self._constants:
@@ -210,14 +218,14 @@ class Tape:
         """An operation all of whose inputs are here."""
         source = None if not op.inputs or isinstance(op.inputs[0], Constant) else self._avals[op.inputs[0]]
         if source is not None:
-            start = self._places[op.inputs[0]]  # pyright: ignore[reportArgumentType]
+            start = self.places[op.inputs[0]]  # pyright: ignore[reportArgumentType]
             if op.primitive.name == "unstack" and op.params["axis"] == 0:
                 each = word_count(source) // source.shape[0]
-                self._places.update({v: start + i * each for i, v in enumerate(op.outputs)})
+                self.places.update({v: start + i * each for i, v in enumerate(op.outputs)})
                 return
             offset = _view_offset(op, source, self._avals[op.outputs[0]]) if len(op.outputs) == 1 else None
             if offset is not None:
-                self._places[op.outputs[0]] = start + offset
+                self.places[op.outputs[0]] = start + offset
                 return
         inputs = tuple(r.aval if isinstance(r, Constant) else self._avals[r] for r in op.inputs)
         outputs = tuple(self._avals[v] for v in op.outputs)
@@ -230,7 +238,7 @@ class Tape:
         start = self._take(np.zeros(total, np.uint32))
         at = start
         for value, aval in zip(op.outputs, outputs, strict=True):
-            self._places[value] = at
+            self.places[value] = at
             at += word_count(aval)
         self._steps.append((self._kinds[key], places, start))
 
@@ -251,7 +259,7 @@ class Tape:
         initial = np.zeros(_round_up(self._size), np.uint32)
         initial[: self._size] = np.concatenate(self._initial)
         key = ("tape", tuple(self._kinds), len(initial), steps, width)
-        inputs = tuple((v, self._places[v], self._avals[v]) for v in self.inputs)
+        inputs = tuple((v, self.places[v], self._avals[v]) for v in self.inputs)
         return Recording(key, initial, kinds, places, inputs, tuple(self._branches), self.empty)
 
 

@@ -39,7 +39,7 @@ def _transfers(jaxpr: Any, known: Known) -> Iterator[tuple[Any, Any, Known]]:
         if name == "sharding_constraint":
             known[eqn.outvars[0]] = eqn.params["sharding"]
         elif name == "device_put":
-            for n, target in enumerate(eqn.params["devices"]):
+            for n in range(len(eqn.params["devices"])):
                 yield eqn, n, known
         for value in eqn.params.values():
             for inner in _sub_jaxprs(value):
@@ -131,5 +131,3 @@ def ignored_specs(jaxpr: Any, given: Sequence[Sharding | None]) -> list[Transfer
 
     known = {v: s for v, s in zip(jaxpr.invars, given, strict=True) if s is not None}
     return _found(jaxpr, known, check)
-
-

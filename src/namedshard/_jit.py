@@ -6,31 +6,29 @@ checks happen when a signature is new.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._calls import Call, Store, store_of_function, store_of_structure, weakly
+from namedshard._calls import Call, store_of_function, store_of_structure, weakly
 from namedshard._donation import check_donatable, check_live, check_shared, donation_mask
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
-from namedshard._leaves import Leaf, is_array_like, named_leaves
+from namedshard._leaves import Leaf, is_array_like
 from namedshard._mapping import AxisMapping, MappingLike, current_mapping, thread_hint
 from namedshard._mesh import MeshLike, context_mesh
 from namedshard._place import place_leaves
 from namedshard._programs import Program, check_trace, make_program, program_key
 from namedshard._stages import Lowered
 from namedshard._statics import check_hashable, held_values, number_types, same_objects, signature, static_key
-from namedshard._validate import expectations, mapping_in_fix, mismatch_text
+from namedshard._validate import argument_leaves, expectations, holder_of, mapping_in_fix, mismatch_text
 
 OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
 
 _NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-_SCALARS = (bool, int, float, complex)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,13 +70,17 @@ class NamedJit:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._options = options
-        fn_leaves, fn_treedef = jax.tree_util.tree_flatten(fn)
-        plain = len(fn_leaves) == 1 and fn_leaves[0] is fn
-        # A function that holds arrays (a module, a bound method) is an argument like the others.
-        self._prefix: tuple[Any, ...] = () if plain else (fn,)
-        self._fn_leaf_count = 0 if plain else len(fn_leaves)
-        self._store = store_of_function(fn, options) if plain else store_of_structure(fn_treedef, options)
-        self._name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+        # A function that holds arrays (a module, a method of one, a partial) is an argument like the others.
+        holder = holder_of(fn)
+        self._prefix: tuple[Any, ...] = () if holder is None else (holder,)
+        self._fn_leaf_count = len(jax.tree_util.tree_leaves(self._prefix))
+        self._store = (
+            store_of_function(fn, options)
+            if holder is None
+            else store_of_structure(jax.tree_util.tree_structure(holder), options)
+        )
+        named = fn.func if isinstance(fn, functools.partial) else fn
+        self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundNamedJit(self, instance)
@@ -230,15 +232,7 @@ class NamedJit:
             )
 
     def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
-        """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``."""
-        named: list[Leaf] = []
-        for fn in self._prefix:
-            named += _renamed(named_leaves(fn), getattr(fn, "__name__", type(fn).__name__))
-        for name, value in zip(_positional_names(self._fn, len(args)), args, strict=True):
-            named += _renamed(named_leaves(value), name)
-        for name in sorted(kwargs):
-            named += _renamed(named_leaves(kwargs[name]), name)
-        return named
+        return argument_leaves(self._fn, self._prefix, args, kwargs)
 
     def _hint_numbers(self, walked: Sequence[Leaf]) -> None:
         for leaf in walked:
@@ -334,10 +328,7 @@ class NamedJit:
         program = self._abstract(args, kwargs)[0].program
         assert program.build is not None
         return program.build(
-            [
-                jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=o.asked, weak_type=o.weak_type)
-                for o in program.outputs
-            ]
+            [jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=o.asked, weak_type=o.weak_type) for o in program.outputs]
         )
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
@@ -363,26 +354,26 @@ class BoundNamedJit:
     """A `NamedJit` used as a method, with its instance; a tree, so that the instance's arrays are seen."""
 
     def __init__(self, jitted: NamedJit, instance: Any):
-        self._jitted = jitted
-        self._instance = instance
+        self.__func__ = jitted
+        self.__self__ = instance
         self.__wrapped__ = jitted
         self.report = jitted.report
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
-        return self._jitted(self._instance, *args, **kwargs)
+        return self.__func__(self.__self__, *args, **kwargs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the method; see `NamedJit.lower`."""
-        return self._jitted.lower(self._instance, *args, **kwargs)
+        return self.__func__.lower(self.__self__, *args, **kwargs)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
         """The method's result without running it; see `NamedJit.eval_shape`."""
-        return self._jitted.eval_shape(self._instance, *args, **kwargs)
+        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], NamedJit]:
         """The instance, with the function as metadata."""
-        return (self._instance,), self._jitted
+        return (self.__self__,), self.__func__
 
     @classmethod
     def tree_unflatten(cls, aux: NamedJit, children: Sequence[Any]) -> "BoundNamedJit":
@@ -392,28 +383,6 @@ class BoundNamedJit:
 
 def _can_be_deleted(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-
-
-def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names: list[str] = []
-    for p in parameters:
-        if p.kind is p.VAR_POSITIONAL:
-            names += [f"{p.name}[{n}]" for n in range(count - len(names))]
-        elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            names.append(p.name)
-    names += [f"args[{n}]" for n in range(len(names), count)]
-    return names[:count]
-
-
-def _renamed(leaves: Sequence[Leaf], name: str) -> list[Leaf]:
-    def join(path: str) -> str:
-        return name + path if not path or path.startswith("[") else f"{name}.{path}"
-
-    return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in leaves]
 
 
 def _frozen(spec: Any) -> Any:

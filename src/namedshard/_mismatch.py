@@ -131,6 +131,6 @@ def compare_devices(path: str, x: jax.Array, reference_path: str, reference: jax
 
 def mismatch_message(name: str, found: Sequence[Mismatch], total: int, fixes: Sequence[str]) -> str:
     """The whole message for all mismatching arguments of one call."""
-    noun = "argument leaf is" if len(found) == 1 else "argument leaves are"
+    noun = f"argument {'leaf' if total == 1 else 'leaves'} {'is' if len(found) == 1 else 'are'}"
     headline = f"{name}: {len(found)} of {total} {noun} not placed as the call needs"
     return message(headline, [f"{m.path}: {m.text}" for m in found], fix="\n  fix: ".join(fixes))

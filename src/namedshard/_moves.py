@@ -354,7 +354,7 @@ def onto_devices(
 
 def host_piece(piece: Any, box: Bounds) -> np.ndarray:
     """A box of one device's piece of an array (or of a host array) as numpy; on CPUs a view of its memory."""
-    index = tuple(slice(lo, hi) for lo, hi in box)
+    index = (*(slice(lo, hi) for lo, hi in box), ...)
     whole = all(b == (0, n) for b, n in zip(box, piece.shape, strict=True))
     if whole or not isinstance(piece, jax.Array) or in_host_memory(piece.sharding):
         return np.asarray(piece)[index]

@@ -5,10 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
-from namedshard._errors import count_of, message
+from namedshard._calls import Call
+from namedshard._donation import check_live, check_shared
+from namedshard._errors import MismatchError, message
+from namedshard._leaves import is_array_like
+from namedshard._mismatch import compare, mismatch_message
 from namedshard._place import place_leaves
-from namedshard._programs import Program
+from namedshard._statics import held_values, number_types, static_key
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,12 +22,12 @@ class OutputPlacement:
 
     Attributes:
         path: The leaf path in the result.
-        asked: The spec that its mapping asks for, or None where the compiler chose.
+        asked: The sharding that its mapping asks for, or None where the compiler chose.
         got: The sharding it comes out with.
     """
 
     path: str
-    asked: Any
+    asked: NamedSharding | None
     got: Any
 
 
@@ -39,20 +44,40 @@ class _Stage:
 class Compiled(_Stage):
     """A compiled program that takes the arguments it was lowered for; all else as ``jax.stages.Compiled``."""
 
-    def __init__(self, stage: Any, lowered: "Lowered"):
+    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...]):
         super().__init__(stage)
-        self._lowered = lowered
+        self._call = call
+        self._prefix = prefix
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run it.
 
         Raises:
-            TypeError: The arguments have another structure than those it was lowered for.
+            TypeError: The arguments have another structure, other static values, shapes or dtypes than those it was
+                lowered for.
+            MismatchError: Committed arguments are not placed as it needs them.
+            DonationError: A donated argument is passed twice, or was donated before.
         """
-        program = self._lowered.program
-        tree = (*self._lowered.prefix, args, kwargs)
-        leaves, treedef = jax.tree_util.tree_flatten(tree)
-        if treedef != program.treedef:
+        call, program = self._call, self._call.program
+        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
+        self._check_structure(leaves, treedef)
+        arrays = program.picked(leaves)
+        check_live(program.name, arrays, [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)], call.paths)
+        if program.donate:
+            check_shared(program.name, arrays, program.donate, call.paths)
+        values = place_leaves(call.paths, arrays, call.moves, program.donate) if call.moves else arrays
+        try:
+            out = self._stage(*values)
+        except (TypeError, ValueError):
+            self._check_types(values)
+            self._check_places(values)
+            raise
+        return program.finish(out)
+
+    def _check_structure(self, leaves: Sequence[Any], treedef: Any) -> None:
+        program = self._call.program
+        numbers = None if self._call.held is None else self._call.held[1]
+        if treedef != program.treedef or number_types(held_values(treedef)) != numbers:
             raise TypeError(
                 message(
                     f"{program.name}: the arguments have another structure than those it was lowered for",
@@ -60,18 +85,58 @@ class Compiled(_Stage):
                     fix="lower it again for these arguments",
                 )
             )
-        arrays = leaves if program.arrays is None else [leaves[i] for i in program.arrays]
-        if self._lowered.moves:
-            arrays = place_leaves([f"argument {n}" for n in range(len(arrays))], arrays, self._lowered.moves)
-        return program.finish(self._stage(*arrays))
+        pairs = zip(program.statics, leaves, strict=True)
+        differ = [
+            f"leaf {i}: lowered for {was!r}, called with {now!r}"
+            for i, (was, now) in enumerate(pairs)
+            if (was is not None or not is_array_like(now)) and static_key(was) != static_key(now)
+        ]
+        if differ:
+            raise TypeError(
+                message(
+                    f"{program.name}: static arguments have other values than those it was lowered for",
+                    differ,
+                    fix="lower it again for these arguments",
+                )
+            )
+
+    def _check_types(self, values: Sequence[Any]) -> None:
+        wanted = jax.tree_util.tree_leaves(self._stage.in_avals)
+        lines = [
+            f"{path}: lowered for {want.str_short()}, called with {jax.typeof(x).str_short()}"
+            for path, want, x in zip(self._call.paths, wanted, values, strict=True)
+            if (want.shape, want.dtype) != (jax.typeof(x).shape, jax.typeof(x).dtype)
+        ]
+        if lines:
+            raise TypeError(
+                message(
+                    f"{self._call.program.name}: {len(lines)} of {len(wanted)} arguments have other types than those it"
+                    " was lowered for",
+                    lines,
+                    fix="lower it again for these arguments",
+                )
+            ) from None
+
+    def _check_places(self, values: Sequence[Any]) -> None:
+        wanted = jax.tree_util.tree_leaves(self._stage.input_shardings)
+        found: list[Any] = []
+        fixes: list[str] = []
+        for path, want, x in zip(self._call.paths, wanted, values, strict=True):
+            if not (getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh)):
+                continue
+            bad = compare(path, x, want, want.mesh, want)
+            if bad is not None:
+                found.append(bad)
+        if found:
+            fixes = ["place them as they were when it was lowered, or lower it again for these arguments"]
+            raise MismatchError(mismatch_message(self._call.program.name, found, len(values), fixes)) from None
 
     def outputs(self) -> tuple[OutputPlacement, ...]:
-        """For each array output, what its mapping asks for and what the compiler chose."""
-        got = jax.tree_util.tree_leaves(self._stage.output_shardings)
-        return tuple(
-            OutputPlacement(o.path, None if o.asked is None else o.asked.spec, s)
-            for o, s in zip(self._lowered.program.outputs, got, strict=True)
-        )
+        """For each array output, what its mapping asks for and where it comes out."""
+        program = self._call.program
+        got = dict(enumerate(jax.tree_util.tree_leaves(self._stage.output_shardings)))
+        got.update(program.empty)
+        return tuple(OutputPlacement(o.path, o.asked, got[n]) for n, o in enumerate(program.outputs))
 
     def explain(self) -> str:
         """Each output in a line: its path, the spec it comes out with, and who decided."""
@@ -81,18 +146,19 @@ class Compiled(_Stage):
         for p in placements:
             by = "as mapped" if p.asked is not None else "chosen by the compiler"
             lines.append(f"{p.path}: {getattr(p.got, 'spec', p.got)} ({by})")
-        return message(f"{count_of(chosen, len(placements))} without names: placed by the compiler", lines)
+        noun = "output has" if len(placements) == 1 else "outputs have"
+        headline = f"{self._call.program.name}: {chosen} of {len(placements)} {noun} no mapping"
+        return message(headline + (", so the compiler placed them" if chosen else ""), lines)
 
 
 class Lowered(_Stage):
     """A lowered program; all else as ``jax.stages.Lowered``."""
 
-    def __init__(self, stage: Any, program: Program, moves: Sequence[tuple[int, Any]], prefix: tuple[Any, ...]):
+    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...]):
         super().__init__(stage)
-        self.program = program
-        self.moves = moves
-        self.prefix = prefix
+        self._call = call
+        self._prefix = prefix
 
     def compile(self, compiler_options: Any = None) -> Compiled:
         """Compile it."""
-        return Compiled(self._stage.compile(compiler_options), self)
+        return Compiled(self._stage.compile(compiler_options), self._call, self._prefix)

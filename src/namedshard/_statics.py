@@ -50,9 +50,7 @@ def _other(x: Any) -> Hashable:
 
 def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     """What the argument leaves are, for looking up what to do with them. Every call comes through here."""
-    return tuple(
-        [(x.aval, x.sharding, x.committed) if type(x) is compat.ArrayImpl else _other(x) for x in leaves]
-    )
+    return tuple([(x.aval, x.sharding, x.committed) if type(x) is compat.ArrayImpl else _other(x) for x in leaves])
 
 
 # --- values that a structure holds ------------------------------------------------------------------------------------
@@ -122,7 +120,9 @@ def check_hashable(name: str, walked: Sequence[Leaf], treedef: jax.tree_util.PyT
         bad = dict.fromkeys(type(v).__name__ for v in held_values(treedef) if _unhashable(v))
         lines += [f"a static field of a module among the arguments is not hashable: {kind}" for kind in bad]
     if lines:
-        noun = "argument cannot be used as a static one" if len(lines) == 1 else "arguments cannot be used as static ones"
+        noun = (
+            "argument cannot be used as a static one" if len(lines) == 1 else "arguments cannot be used as static ones"
+        )
         raise StaticArgumentError(
             message(
                 f"{name}: {len(lines)} {noun}",

@@ -263,7 +263,8 @@ def _compare(what: str, names: Sequence[str], everyone: Sequence[Sequence[Line]]
                 f"{what}: host values of {len(differing)} {'leaf' if len(differing) == 1 else 'leaves'} differ between"
                 " processes",
                 differing,
-                fix="pass the same value on every process, or build the array with jax.make_array_from_process_local_data",
+                fix="pass the same value on every process, or build the array with"
+                " jax.make_array_from_process_local_data",
             )
         )
     return frozenset(local)
@@ -289,8 +290,8 @@ def refuse_local(what: str, paths: Sequence[str]) -> None:
     if paths:
         raise LocalArrayError(
             message(
-                f"{what}: {len(paths)} {'leaf is' if len(paths) == 1 else 'leaves are'} not one global array: each process"
-                " passes its own, committed to its own devices",
+                f"{what}: {len(paths)} {'leaf is' if len(paths) == 1 else 'leaves are'} not one global array: each"
+                " process passes its own, committed to its own devices",
                 paths,
                 fix="pass numpy (the same value on every process), or build a global array with"
                 " jax.make_array_from_process_local_data",

@@ -25,7 +25,9 @@ class _Slot:
 
 def _plain_instance(node: Any) -> bool:
     """Nodes that are nothing but a ``__dict__``, so that copying it makes an equal node."""
-    return isinstance(node, eqx.Module | NamedArray) and not any(cls.__dict__.get("__slots__") for cls in type(node).__mro__)
+    return isinstance(node, eqx.Module | NamedArray) and not any(
+        cls.__dict__.get("__slots__") for cls in type(node).__mro__
+    )
 
 
 def _always(node: Any) -> Builder:
@@ -37,7 +39,7 @@ def _pick(index: int) -> Builder:
 
 
 def _build(node: Any) -> tuple[Builder, bool]:
-    """How to build a node, and whether it may be one object for all calls: it has no leaf, and nothing can change it."""
+    """How to build a node, and whether one object will do for all calls: it has no leaf and cannot be changed."""
     kind = type(node)
     if kind is _Slot:
         return _pick(node.index), False

@@ -1,7 +1,9 @@
 """PURE. What each argument of a compiled function must be, and what to do where it is not."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import PlanError
-from namedshard._leaves import Leaf, is_array_like
+from namedshard._leaves import Leaf, is_array_like, named_leaves
 from namedshard._mapping import AxisMapping, First
 from namedshard._mesh import MeshLike, manual_axes
 from namedshard._mismatch import Mismatch, compare, compare_devices, mismatch_message
@@ -31,6 +33,60 @@ class Expectation:
 
 
 _FINE = Expectation()
+
+
+def holder_of(fn: Any) -> Any:
+    """A function that holds arrays as a tree of them; None for any other function."""
+    bound = getattr(fn, "__self__", None) if hasattr(fn, "__func__") else None
+    if bound is not None and not jax.tree_util.all_leaves([bound]):
+        return jax.tree_util.Partial(fn.__func__, bound)
+    if isinstance(fn, functools.partial):
+        held = jax.tree_util.Partial(fn.func, *fn.args, **fn.keywords)
+        inside = any(is_array_like(x) for x in jax.tree_util.tree_leaves((fn.args, fn.keywords)))
+        return held if inside else None
+    return None if jax.tree_util.all_leaves([fn]) else fn
+
+
+def argument_leaves(
+    fn: Callable[..., Any], holders: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Leaf]:
+    """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
+
+    ``holders`` is the function itself where it holds arrays.
+    """
+    named: list[Leaf] = []
+    for holder in holders:
+        if isinstance(holder, jax.tree_util.Partial):
+            named += argument_leaves(holder.func, (), holder.args, holder.keywords)
+        else:
+            named += _renamed(named_leaves(holder), "fn")
+    for name, value in zip(_positional_names(fn, len(args)), args, strict=True):
+        named += _renamed(named_leaves(value), name)
+    for name in sorted(kwargs):
+        named += _renamed(named_leaves(kwargs[name]), name)
+    return named
+
+
+def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for p in parameters:
+        if p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}[{n}]" for n in range(count - len(names))]
+        elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+    names += [f"args[{n}]" for n in range(len(names), count)]
+    return names[:count]
+
+
+def _renamed(leaves: Sequence[Leaf], name: str) -> list[Leaf]:
+    def join(path: str) -> str:
+        return name + path if not path or path.startswith("[") else f"{name}.{path}"
+
+    return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in leaves]
 
 
 def _planned(
@@ -152,11 +208,13 @@ def mismatch_text(
         elif expectation.place is not None:
             puts.setdefault((_root(leaf.path), expectation.place), []).append(leaf.path)
         else:
-            fixes["put all arguments on one mesh with ns.shard(..., mesh=mesh), and call under jax.set_mesh(mesh)"] = None
+            fixes["put all arguments on one mesh with ns.shard(..., mesh=mesh), and call under jax.set_mesh(mesh)"] = (
+                None
+            )
     lines = [*fixes, *(_put(paths, want) for (_, want), paths in puts.items())]
     if mesh is not None:
-        where = " (mesh: the one in force)" if puts else ""
-        lines[-1] += where
+        if puts:
+            lines[-1] += "  # mesh: the one in force"
         lines.append('or pass on_mismatch="reshard" to move them at each call')
     found = [e.mismatch for _, e in bad if e.mismatch is not None]
     return mismatch_message(name, found, total, lines)

@@ -154,6 +154,11 @@ def _counts(value: Any) -> tuple[int, ...] | None:
     return None
 
 
+def _shown(name: str) -> str:
+    """A name for a message: one that would break the line, or command the terminal, is quoted."""
+    return name if name.isprintable() else repr(name)
+
+
 def _bad_name(name: str) -> str:
     try:
         name.encode("utf-8")
@@ -167,35 +172,36 @@ def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | st
     if bad := _bad_name(name):
         return bad
     if not isinstance(entry, dict):
-        return f"{name}: the entry is {json.dumps(entry)[:40]}, not an object"
+        return f"{_shown(name)}: the entry is {json.dumps(entry)[:40]}, not an object"
     fields = cast("dict[str, Any]", entry)
     if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in fields]:
-        return f"{name}: the entry has no {' and no '.join(missing)}"
+        return f"{_shown(name)}: the entry has no {' and no '.join(missing)}"
     code = fields["dtype"]
     if not isinstance(code, str) or code not in DTYPES:
-        return f"{name}: dtype {code!r} is not known"
+        return f"{_shown(name)}: dtype {code!r} is not known"
     shape = _counts(fields["shape"])
     if shape is None:
-        return f"{name}: shape {json.dumps(fields['shape'])[:80]} is not a list of sizes"
+        return f"{_shown(name)}: shape {json.dumps(fields['shape'])[:80]} is not a list of sizes"
     offsets = _counts(fields["data_offsets"])
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"{name}: data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
+        return f"{_shown(name)}: data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
     bits = math.prod(shape) * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
     have = offsets[1] - offsets[0]
     if bits != have * 8:
         need = f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
         listed = ",".join(map(str, shape[:16])) + (",..." if len(shape) > 16 else "")
-        return f"{name}: {code}[{listed}] takes {need} bytes, but bytes {offsets[0]} to {offsets[1]} are {have}"
+        return f"{_shown(name)}: {code}[{listed}] takes {need} bytes, but bytes {offsets[0]} to {offsets[1]} are {have}"
     return TensorInfo(shape, DTYPES[code], file, data_start + offsets[0], data_start + offsets[1])
 
 
 def _uncovered(tensors: Sequence[tuple[str, TensorInfo]], data_start: int, size: int) -> list[str]:
     """Overlaps, gaps, and bytes beyond the file or beyond the last tensor."""
     lines: list[str] = []
-    for name, info in tensors:
+    named = [(_shown(name), info) for name, info in tensors]
+    for name, info in named:
         if info.stop > size:
             lines.append(f"{name}: takes bytes {info.start} to {info.stop}, but the file ends at byte {size}")
-    ordered = sorted(tensors, key=lambda item: (item[1].start, item[1].stop))
+    ordered = sorted(named, key=lambda item: (item[1].start, item[1].stop))
     at, last = data_start, "the header"
     for name, info in ordered:
         if info.start < at:

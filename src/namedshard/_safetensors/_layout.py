@@ -113,8 +113,11 @@ def leaf_view(part: Part, box: Bounds, array: np.ndarray, origin: Sequence[int])
     for atom, (lo, _) in zip(part.atoms, box, strict=True):
         at[atom.leaf_dim] += lo * atom.leaf_step
         strides.append(array.strides[atom.leaf_dim] * atom.leaf_step)
-    corner = array[tuple(slice(i, None) for i in at)]
-    return np.lib.stride_tricks.as_strided(corner, [hi - lo for lo, hi in box], strides)
+    # The ellipsis keeps arrays of no dimensions arrays.
+    corner = array[(*(slice(i, None) for i in at), ...)]
+    # numpy cannot stride over some of the dtypes that it does not know by name, but over their bytes.
+    plain = corner.view(f"u{array.itemsize}") if array.itemsize in (1, 2, 4, 8) else corner
+    return np.lib.stride_tricks.as_strided(plain, [hi - lo for lo, hi in box], strides).view(array.dtype)
 
 
 def leaf_bounds(part: Part, box: Bounds) -> Bounds:

@@ -75,31 +75,29 @@ def _reads(batch: Sequence[tuple[Target, Shard]], files: Files, budget: int) -> 
         by_file.setdefault(file, []).append(job)
     out: list[Read] = []
     for file, jobs in by_file.items():
-        single = [job for job in jobs if not job.chunk.outer]
-        single.sort(key=lambda job: (job.chunk.start, job.chunk.stop))
-        for group in joined([(job.chunk.start, job.chunk.stop) for job in single], habits(file)):
-            together = tuple(single[i] for i in group)
-            stop = max(job.chunk.stop for job in together)
+        single = sorted((job for job in jobs if not job.chunk.outer), key=lambda job: job.chunk.start)
+        spans = [(job.chunk.start, job.chunk.start + job.chunk.nbytes) for job in single]
+        groups = [tuple(single[i] for i in group) for group in joined(spans, habits(file))]
+        for together in [*groups, *((job,) for job in jobs if job.chunk.outer)]:
+            stop = max(job.chunk.start + job.chunk.nbytes for job in together)
             out.append(Read(files[file], together[0].chunk.start, stop, together))
-        out += [Read(files[file], j.chunk.start, j.chunk.stop, (j,)) for j in jobs if j.chunk.outer]
     return sorted(out, key=lambda read: (read.source.name, read.start))
 
 
 def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
-    found: dict[tuple[str, str, str], tuple[Any, Any]] = {}
+    found: dict[tuple[str, str, str], list[Any]] = {}
     for target, shard in batch:
-        for name, (low, high) in shard.unfit.items():
-            key = (target.path, name, str(target.dtype))
-            seen = found.get(key, (low, high))
-            found[key] = (min(low, seen[0]), max(high, seen[1]))
+        for name, ends in shard.unfit.items():
+            found.setdefault((target.path, name, str(target.dtype)), []).extend(v for v in ends if v is not None)
     if found:
         lines = [
-            f"{at(path)}: tensor {name!r}: values from {low} to {high} do not fit {dtype}"
-            for (path, name, dtype), (low, high) in found.items()
+            f"{at(path)}: tensor {name!r}: {' and '.join(dict.fromkeys([str(min(values)), str(max(values))]))}"
+            f" do{'es' * (min(values) == max(values))} not fit {dtype}"
+            for (path, name, dtype), values in found.items()
         ]
         raise NarrowingError(
             message(
-                f"{len(lines)} tensors hold values that do not fit",
+                f"{len(lines)} {'tensor holds' if len(lines) == 1 else 'tensors hold'} values that do not fit",
                 lines,
                 fix="pass a wider dtype=, or enable 64-bit types",
             )

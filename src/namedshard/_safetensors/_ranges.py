@@ -21,7 +21,12 @@ SHORT_RUN = 32 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Habits:
-    """What suits a kind of source: how large a read is, when to join neighbours, when to read whole rows."""
+    """What suits a kind of source.
+
+    How many threads read it, how large a read is at most, up to which size neighbours are joined, and above how many
+    runs of a tensor its rows are read whole, up to which size of a row: there the operating system, or the time that a
+    request takes, makes many short reads dearer than the bytes between them.
+    """
 
     threads: int
     read_bytes: int
@@ -36,28 +41,22 @@ REMOTE = Habits(threads=16, read_bytes=16 << 20, join_below=16 << 20, max_runs=6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box to read at once. ``pieces`` are the numbers of the pieces that want some of it.
+    """A box to read at once, from byte ``start`` on. ``pieces`` are the numbers of the pieces that want some of it.
 
-    The box is read run by run (``runs`` offsets in the file, each of ``run_bytes``), or, with ``rows``, as the one span
-    that holds all of its runs.
+    Its bytes are runs of ``run_bytes`` that follow one another in the file, one for each index of the first ``outer``
+    atoms.
     """
 
     box: Bounds
     pieces: tuple[int, ...]
     start: int
-    stop: int
     run_bytes: int
     outer: int
-    rows: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes read for it."""
-        return (
-            self.stop - self.start
-            if self.rows
-            else self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
-        )
+        return self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
 
 
 def _dense(atoms: Sequence[Atom]) -> bool:
@@ -75,9 +74,9 @@ def _volume(box: Bounds) -> int:
 
 
 def _cover(
-    atoms: Sequence[Atom], boxes: Sequence[tuple[int, Bounds]], itemsize: int
+    atoms: Sequence[Atom], boxes: Sequence[tuple[int, Bounds]], itemsize: int, fill: int
 ) -> list[tuple[Bounds, tuple[int, ...]]]:
-    """Disjoint boxes, each with the pieces that want it."""
+    """Disjoint boxes, each with the pieces that want it. Rows of at most ``fill`` bytes are taken whole."""
     if not atoms:
         return [((), tuple(piece for piece, _ in boxes))]
     out: list[tuple[Bounds, tuple[int, ...]]] = []
@@ -87,16 +86,34 @@ def _cover(
         active = [(piece, box[1:]) for piece, box in boxes if box[0][0] <= lo and hi <= box[0][1]]
         if not active:
             continue
-        below = _cover(inner, active, itemsize)
-        if hi - lo > 1 and _better_whole(inner, below, itemsize):
-            below = [(tuple((0, a.extent) for a in inner), tuple(sorted({piece for piece, _ in active})))]
+        below = _cover(inner, active, itemsize, fill)
+        if hi - lo > 1 and inner and _dense(inner):
+            row_bytes = math.prod(a.extent for a in inner) * itemsize
+            if row_bytes <= fill or _better_whole(inner, below, itemsize):
+                below = [(tuple((0, a.extent) for a in inner), tuple(sorted({piece for piece, _ in active})))]
+            else:
+                below = _neighbours_joined(inner, below, itemsize)
         out += [(((lo, hi), *box), pieces) for box, pieces in below]
     return out
 
 
+def _neighbours_joined(
+    atoms: Sequence[Atom], boxes: Sequence[tuple[Bounds, tuple[int, ...]]], itemsize: int
+) -> list[tuple[Bounds, tuple[int, ...]]]:
+    """Short runs that follow one another as one run, which several pieces want."""
+    rest = tuple((0, a.extent) for a in atoms[1:])
+    out: list[tuple[Bounds, tuple[int, ...]]] = []
+    for box, pieces in boxes:
+        if out and box[1:] == rest and out[-1][0][1:] == rest and out[-1][0][0][1] == box[0][0]:
+            before, others = out[-1]
+            if min(_run(atoms, box)[0], _run(atoms, before)[0]) * itemsize < SHORT_RUN:
+                out[-1] = (((before[0][0], box[0][1]), *rest), tuple(sorted({*others, *pieces})))
+                continue
+        out.append((box, pieces))
+    return out
+
+
 def _better_whole(atoms: Sequence[Atom], boxes: Sequence[tuple[Bounds, tuple[int, ...]]], itemsize: int) -> bool:
-    if not atoms or not _dense(atoms):
-        return False
     total = math.prod(a.extent for a in atoms)
     if sum(_volume(box) for box, _ in boxes) < total * (1 - WASTE):
         return False
@@ -131,29 +148,17 @@ def _split(box: Bounds, limit: int) -> Iterator[Bounds]:
         yield from _split(part, limit)
 
 
-def _row_boxes(atoms: Sequence[Atom], box: Bounds, outer: int) -> Iterator[Bounds]:
-    """The box in pieces whose runs follow one another at one pitch, so that one span holds them without detours."""
-    k = outer - 1
-    while k and box[k] == (0, atoms[k].extent) and atoms[k - 1].stride == atoms[k].stride * atoms[k].extent:
-        k -= 1
-    for index in itertools.product(*(range(lo, hi) for lo, hi in box[:k])):
-        yield (*((i, i + 1) for i in index), *box[k:])
-
-
 def chunks(part: Part, pieces: Sequence[Bounds], itemsize: int, begin: int, habits: Habits) -> Iterator[Chunk]:
     """What to read of one tensor, which begins at byte ``begin`` of its file, for these pieces of a part."""
-    atoms = part.atoms
-    for whole, wanted in _cover(atoms, list(enumerate(pieces)), itemsize):
-        run, outer = _run(atoms, whole)
-        pitch = atoms[outer - 1].stride if outer else run
-        rows = _volume(whole) // run > habits.max_runs and pitch * itemsize <= habits.row_bytes
-        limit = habits.read_bytes // itemsize
-        for box in _row_boxes(atoms, whole, outer) if rows else [whole]:
-            for small in _split(box, limit * run // pitch if rows else limit):
-                run, outer = _run(atoms, small)
-                start = begin + flat_offset(part, small) * itemsize
-                last = sum((hi - lo - 1) * a.stride for a, (lo, hi) in zip(atoms, small, strict=True))
-                yield Chunk(small, wanted, start, start + (last + 1) * itemsize, run * itemsize, outer, rows)
+    atoms, numbered = part.atoms, list(enumerate(pieces))
+    boxes = _cover(atoms, numbered, itemsize, 0)
+    if sum(_volume(box) // _run(atoms, box)[0] for box, _ in boxes) > habits.max_runs:
+        boxes = _cover(atoms, numbered, itemsize, habits.row_bytes)
+    for whole, wanted in boxes:
+        for box in _split(whole, habits.read_bytes // itemsize):
+            run, outer = _run(atoms, box)
+            start = begin + flat_offset(part, box) * itemsize
+            yield Chunk(box, wanted, start, run * itemsize, outer)
 
 
 def run_offsets(part: Part, chunk: Chunk, itemsize: int) -> list[int]:

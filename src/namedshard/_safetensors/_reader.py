@@ -21,6 +21,7 @@ class Shard:
     array: np.ndarray
     check: bool
     unfit: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict[str, tuple[Any, Any]])
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Read:
     jobs: Sequence[Job]
 
 
-def _within(box: Bounds, outer: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True))
+def _within(box: Bounds, outer: Bounds) -> tuple[Any, ...]:
+    return (*(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True)), ...)
 
 
 def _view(part: Part, box: Bounds, shard: Shard) -> np.ndarray:
@@ -63,7 +64,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: Shard) -> None:
     if job.dtype == np.bool_:
-        source = source.view(np.uint8) != 0
+        source = np.asarray(source.view(np.uint8) != 0)
     if job.scale != 1:
         source = (source.astype(np.float64) / job.scale).astype(job.dtype)
     if shard.check:
@@ -73,27 +74,31 @@ def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: Shard) -> No
 
 
 def _check(job: Job, source: np.ndarray, shard: Shard) -> None:
+    """Note the lowest and the highest value that the shard's dtype cannot hold."""
     kind = shard.array.dtype
     if source.dtype.kind == "f":
         finite = source[np.isfinite(source)]
         if not finite.size:
             return
-        low, high = finite.min(), finite.max()
+        least, most = finite.min(), finite.max()
         with np.errstate(over="ignore"):
-            fits = np.isfinite(low.astype(kind)) and np.isfinite(high.astype(kind))
+            too_low, too_high = not np.isfinite(least.astype(kind)), not np.isfinite(most.astype(kind))
     else:
-        low, high = source.min(), source.max()
+        least, most = source.min(), source.max()
         info = np.iinfo(kind)
-        fits = int(info.min) <= int(low) and int(high) <= int(info.max)
-    if not fits:
-        seen = shard.unfit.get(job.name, (low, high))
-        shard.unfit[job.name] = (min(low, seen[0]), max(high, seen[1]))
+        too_low, too_high = int(least) < int(info.min), int(most) > int(info.max)
+    with shard.lock:
+        low, high = shard.unfit.get(job.name, (None, None))
+        low = least if too_low and (low is None or least < low) else low
+        high = most if too_high and (high is None or most > high) else high
+        if low is not None or high is not None:
+            shard.unfit[job.name] = (low, high)
 
 
 def _direct(job: Job) -> np.ndarray | None:
     """The shard's own memory for a chunk, run by run, if its bytes can be read there; its runs are the first axis."""
     chunk = job.chunk
-    if len(job.pieces) != 1 or chunk.rows:
+    if len(job.pieces) != 1:
         return None
     box, shard = job.pieces[0]
     if overlap(box, chunk.box) != chunk.box or not job.plain(shard):
@@ -126,13 +131,9 @@ def _deliver(job: Job, source: np.ndarray) -> None:
             _convert(job, source[_within(shared, job.chunk.box)], _view(job.part, shared, shard), shard)
 
 
-def _strided(job: Job, raw: np.ndarray) -> np.ndarray:
-    """A chunk's box in the bytes of its whole span."""
-    itemsize = job.dtype.itemsize
-    shape = [hi - lo for lo, hi in job.chunk.box]
-    strides = [atom.stride * itemsize for atom in job.part.atoms]
-    flat = raw[: len(raw) // itemsize * itemsize].view(job.dtype)
-    return np.lib.stride_tricks.as_strided(flat, shape, strides)
+def _boxed(job: Job, raw: np.ndarray) -> np.ndarray:
+    """A chunk's bytes as its box."""
+    return raw.view(job.dtype).reshape([hi - lo for lo, hi in job.chunk.box])
 
 
 def _run(read: Read, scratch: Scratch) -> int:
@@ -142,35 +143,22 @@ def _run(read: Read, scratch: Scratch) -> int:
         read.source.read(read.start, memoryview(raw))
         for job in read.jobs:
             at = job.chunk.start - read.start
-            _deliver(job, _strided(job, raw[at : at + job.chunk.stop - job.chunk.start]))
+            _deliver(job, _boxed(job, raw[at : at + job.chunk.nbytes]))
         return read.stop - read.start
     job = read.jobs[0]
     chunk = job.chunk
-    if chunk.rows or not chunk.outer:
-        view = _direct(job)
-        if view is not None:
-            read.source.read(chunk.start, _bytes_of(view))
-        else:
-            raw = scratch.get(chunk.stop - chunk.start)
-            read.source.read(chunk.start, memoryview(raw))
-            _deliver(job, _strided(job, raw))
-        return chunk.stop - chunk.start
     offsets = run_offsets(job.part, chunk, job.dtype.itemsize)
     view = _direct(job)
-    if view is None:
-        packed = scratch.get(chunk.nbytes)
-        lines = memoryview(packed)
-        for i, offset in enumerate(offsets):
-            read.source.read(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
-        shape = [hi - lo for lo, hi in chunk.box]
-        _deliver(job, packed.view(job.dtype).reshape(shape))
-    elif view.flags.c_contiguous:
-        lines = _bytes_of(view)
-        for i, offset in enumerate(offsets):
-            read.source.read(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
-    else:
+    if view is not None and not view.flags.c_contiguous:
         for index, offset in zip(np.ndindex(*view.shape[: chunk.outer]), offsets, strict=True):
             read.source.read(offset, _bytes_of(view[index]))
+        return chunk.nbytes
+    raw = scratch.get(chunk.nbytes) if view is None else np.asarray(_bytes_of(view))
+    lines = memoryview(raw)
+    for i, offset in enumerate(offsets):
+        read.source.read(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
+    if view is None:
+        _deliver(job, _boxed(job, raw))
     return chunk.nbytes
 
 

@@ -147,12 +147,12 @@ def asked_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[Any]
 
 def _dtype_of(leaf: Leaf, have: np.dtype[Any], dtypes: DTypes, narrow: Narrow) -> tuple[np.dtype[Any], bool, str]:
     """The leaf's dtype, whether its values have to be checked, and what is wrong with it."""
+    if jax.dtypes.issubdtype(leaf.value.dtype, jax.dtypes.extended):
+        return have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data"
     wish = asked_dtype(dtypes, leaf.path, have)
     wanted = jax.dtypes.canonicalize_dtype(leaf.value.dtype if wish is None else wish)
     if CODES[have] in PACKED_BITS:
         return wanted, False, f"{CODES[have]} is packed and cannot be loaded"
-    if jax.dtypes.issubdtype(wanted, jax.dtypes.prng_key):
-        return have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data"
     if _kind(have) is not _kind(wanted):
         bad = "" if wish is not None else f"{have} is not the kind of number that {wanted} is"
         return wanted, jax.dtypes.issubdtype(wanted, np.integer), bad

@@ -1,0 +1,375 @@
+"""EFFECTS. From a traced initialiser to a recipe that is followed again for other keys, and following it."""
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from namedshard import _jaxcompat as compat
+from namedshard._init_jaxpr import Constant, Graph, Ref, flatten
+from namedshard._init_programs import (
+    Program,
+    ProgramReport,
+    eager_op,
+    program_for,
+    tape_program,
+    typed,
+    wait_for,
+)
+from namedshard._init_split import Call, Terms, nbytes, split
+from namedshard._init_tape import Recording, Tape, host_value, key_impl, word_count
+from namedshard._init_trace import Request, Traced, Wanted, plan_outputs, trace
+from namedshard._mapping import AxisMapping
+from namedshard._place import place_leaves
+
+_HOST_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Step:
+    """A call with what running it needs: the places of its words, and the values that are not needed after it.
+
+    ``program`` runs it whole, ``ops`` one operation after the other.
+    """
+
+    call: Call
+    index: np.ndarray
+    program: Program | None
+    ops: tuple[Callable[..., list[Any]], ...]
+    release: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Recipe:
+    """All that is known about an initialiser before the values of its arguments are.
+
+    Attributes:
+        refs: For each output leaf the value that it is, or None for those that tracing left alone.
+        born: The sharding in which programs make each of them.
+        constants: Small outputs that repeat one number.
+        to_mesh: Inputs that have to move to the mesh first.
+        fresh: Identities of the programs that making this recipe compiled.
+    """
+
+    graph: Graph
+    traced: Traced
+    wanted: Wanted
+    refs: list[Ref | None]
+    born: dict[int, NamedSharding | None]
+    constants: dict[int, np.ndarray]
+    to_mesh: dict[int, NamedSharding]
+    tape: Recording
+    tape_places: dict[int, int]
+    tape_program: Program | None
+    steps: list[_Step]
+    fresh: frozenset[int]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The distinct programs."""
+        found = [s.program for s in self.steps if s.program is not None]
+        return list(dict.fromkeys([*([] if self.tape_program is None else [self.tape_program]), *found]))
+
+    @property
+    def local_leaves(self) -> int:
+        """Outputs made whole on one device."""
+        return sum(len(step.call.outputs) for step in self.steps if step.program is None)
+
+    @property
+    def peak_temporary_bytes(self) -> int:
+        """The most that one program holds on each device beside its inputs and results."""
+        return max((p.temporary_bytes for p in self.programs), default=0)
+
+    def reports(self, fresh: frozenset[int]) -> tuple[ProgramReport, ...]:
+        """One report per distinct program; ``fresh`` are those that were compiled for this call."""
+        calls = collections.Counter(s.program for s in self.steps)
+        first = {s.program: s.call for s in reversed(self.steps)}
+        out: list[ProgramReport] = []
+        for program in self.programs:
+            call = first.get(program)
+            size = 0
+            if call is not None:
+                size = sum(
+                    shard_bytes(self.graph.avals[v], s) for v, s in zip(call.outputs, call.shardings, strict=True)
+                )
+            out.append(
+                ProgramReport(
+                    program.name,
+                    calls.get(program, 1),
+                    program.seconds if id(program) in fresh else 0.0,
+                    size,
+                    program.temporary_bytes,
+                    call is not None and call.inexact,
+                )
+            )
+        return tuple(out)
+
+
+def shard_bytes(aval: Any, sharding: NamedSharding | None) -> int:
+    """Bytes of a value on each device."""
+    if sharding is None or not math.prod(aval.shape):
+        return nbytes(aval)
+    return nbytes(aval) * math.prod(sharding.shard_shape(aval.shape)) // math.prod(aval.shape)
+
+
+# --- making one -------------------------------------------------------------------------------------------------------
+
+
+def _constant_fill(call: Call, graph: Graph) -> np.ndarray | None:
+    """The array of a program that only repeats a number, if it is small: not worth a program."""
+    op = call.ops[-1]
+    if len(call.ops) != 1 or op.primitive.name != "broadcast_in_dim" or not isinstance(op.inputs[0], Constant):
+        return None
+    aval = graph.avals[op.outputs[0]]
+    value = np.asarray(op.inputs[0].value)
+    if nbytes(aval) > _HOST_BYTES or aval.weak_type or value.shape or value.dtype != aval.dtype:
+        return None
+    return np.full(aval.shape, value)
+
+
+def _word_index(call: Call, tape: Tape, graph: Graph) -> np.ndarray:
+    """Where a program's words are on the tape, the zero first."""
+    parts = [np.array([Tape.ZERO])]
+    for ref in call.words:
+        place = tape.place(ref)
+        parts.append(np.arange(place, place + word_count(ref.aval if isinstance(ref, Constant) else graph.avals[ref])))
+    return np.concatenate(parts)
+
+
+def _schedule_releases(steps: Sequence[_Step], kept: set[int]) -> None:
+    """Let go of values between programs as soon as the last that needs them has run."""
+    seen = set(kept)
+    for step in reversed(steps):
+        last = {v for v in (*step.call.arrays, *step.call.outputs) if v not in seen}
+        seen |= last
+        step.release = tuple(last)
+
+
+def _foreign(x: Any, mesh: Mesh | None) -> bool:
+    return (
+        mesh is not None
+        and isinstance(x, jax.Array)
+        and x.committed
+        and compat.device_order(x.sharding) != tuple(mesh.devices.flat)
+    )
+
+
+def make_recipe(
+    request: Request, mapping: AxisMapping | None, mesh: Mesh | None, memory_kind: str | None, exact: bool
+) -> Recipe:
+    """Trace a call, cut it up, and start the compilations."""
+    traced = trace(request)
+    wanted = plan_outputs(traced, request, mapping, mesh, memory_kind)
+    graph = flatten(traced.closed, keep_jits=exact)
+    refs = [None if slot is None else graph.outputs[slot] for slot in traced.slots]
+    given: dict[int, Any] = dict(zip(graph.inputs, request.arrays, strict=True)) | graph.consts
+    born: dict[int, NamedSharding | None] = {}
+    kept = set(given)
+    for ref, want in zip(refs, wanted.shardings, strict=True):
+        if isinstance(ref, int) and ref not in given:
+            # Programs deliver to the devices' own memory; another kind is one more move.
+            born.setdefault(ref, None if want is None else NamedSharding(want.mesh, want.spec))
+            if want == born[ref]:
+                kept.add(ref)
+    tape, calls = split(
+        graph,
+        [v for v in graph.inputs if given[v].is_fully_addressable or given[v].is_fully_replicated],
+        born,
+        Terms(
+            mesh,
+            exact,
+            on_cpu=(jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu",
+            can_gather=jax.process_count() == 1,
+            largest_shard=max((shard_bytes(graph.avals[v], s) for v, s in born.items()), default=0),
+        ),
+    )
+    constants: dict[int, np.ndarray] = {}
+    placements: dict[int, Any] = {}
+    to_mesh: dict[int, NamedSharding] = {}
+    for value, x in given.items():
+        placements[value] = x.sharding if isinstance(x, jax.Array) and x.committed else None
+    steps: list[_Step] = []
+    fresh: set[int] = set()
+    for call in calls:
+        fill = _constant_fill(call, graph)
+        if fill is not None:
+            constants[call.outputs[0]] = fill
+            continue
+        index = _word_index(call, tape, graph)
+        placements.update(zip(call.outputs, call.shardings, strict=True))
+        if call.local:
+            steps.append(_Step(call, index, None, tuple(eager_op(op) for op in call.ops)))
+            continue
+        for value in call.arrays:
+            if value in given and mesh is not None and _foreign(given[value], mesh):
+                placements[value] = to_mesh[value] = NamedSharding(mesh, PartitionSpec())
+        program, new = program_for(call, graph.avals, [placements[v] for v in call.arrays])
+        fresh |= {id(program)} if new else set()
+        steps.append(_Step(call, index, program, ()))
+    recording = tape.finish()
+    keys = None
+    if not recording.empty:
+        keys, new = tape_program(recording)
+        fresh |= {id(keys)} if new else set()
+    _schedule_releases(steps, kept)
+    return Recipe(
+        graph, traced, wanted, refs, born, constants, to_mesh, recording, tape.places, keys, steps, frozenset(fresh)
+    )
+
+
+# --- following it -----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One execution of a recipe.
+
+    ``values`` are in place; ``here`` are those that were made whole on one device, until they are distributed.
+    """
+
+    def __init__(self, recipe: Recipe, arguments: Sequence[Any]):
+        self._recipe = recipe
+        self._values: dict[int, Any] = dict(zip(recipe.graph.inputs, arguments, strict=True)) | recipe.graph.consts
+        self._given = set(self._values)
+        self._arguments = dict(self._values)
+        self._here: dict[int, Any] = {}
+        self._moved: dict[tuple[int, NamedSharding], Any] = {}
+        self.compile_seconds = 0.0
+
+    def run(self) -> list[Any]:
+        """The output leaves."""
+        recipe = self._recipe
+        started = time.perf_counter()
+        wait_for(recipe.programs)
+        self.compile_seconds = time.perf_counter() - started
+        if recipe.to_mesh:
+            self._values.update(_move({v: (self._values[v], s) for v, s in recipe.to_mesh.items()}))
+        self._words = self._small_values()
+        for step in recipe.steps:
+            if step.program is None:
+                self._run_local(step)
+            else:
+                self._distribute(step.call.arrays)
+                made = step.program.compiled(self._words[step.index], *(self._values[v] for v in step.call.arrays))
+                self._values.update(zip(step.call.outputs, made, strict=True))
+            self._move_out(step.call.outputs)
+            for value in step.release:
+                self._values.pop(value, None)
+                self._here.pop(value, None)
+        return self._deliver()
+
+    def _small_values(self) -> np.ndarray:
+        tape, program = self._recipe.tape, self._recipe.tape_program
+        with compat.no_context_mesh():
+            words = tape.load(self._arguments)
+            return words if program is None else np.asarray(program.compiled(words, tape.kinds, tape.places))
+
+    def _run_local(self, step: _Step) -> None:
+        call, avals = step.call, self._recipe.graph.avals
+        with compat.no_context_mesh():
+            at = 1
+            made: dict[Any, Any] = {}
+            for ref in call.words:
+                aval = ref.aval if isinstance(ref, Constant) else avals[ref]
+                words = self._words[step.index[at : at + word_count(aval)]]
+                made[id(ref) if isinstance(ref, Constant) else ref] = _small(words, aval)
+                at += len(words)
+            made |= {v: self._gathered(v) for v in call.arrays}
+            for op, run in zip(call.ops, step.ops, strict=True):
+                inputs = [
+                    made.get(id(ref), ref.value) if isinstance(ref, Constant) else made[ref] for ref in op.inputs
+                ]
+                made.update(zip(op.outputs, run(*inputs), strict=True))
+            for value in call.outputs:
+                self._here[value] = typed(made[value], avals[value])
+
+    def _gathered(self, value: int) -> Any:
+        """A value as eager execution would have it: what a program made in shards comes together on one device."""
+        if value in self._here:
+            return self._here[value]
+        x = self._values[value]
+        if value in self._given or len(x.sharding.device_set) == 1:
+            return x
+        if compat.is_key_array(x):
+            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jnp.asarray(np.asarray(x))
+
+    def _distribute(self, values: Sequence[int]) -> None:
+        """Bring values that are here to where programs expect them."""
+        missing = [v for v in values if v not in self._values]
+        wanted = {v: s for step in self._recipe.steps for v, s in zip(step.call.outputs, step.call.shardings, strict=True)}
+        self._values.update({v: self._here[v] for v in missing if wanted[v] is None})
+        placed = {v: (self._here[v], s) for v in missing if (s := wanted[v]) is not None}
+        self._values.update(_move(placed))
+
+    def _move_out(self, values: Sequence[int]) -> None:
+        """Move results that live in another memory there at once, so that they do not pile up on the devices."""
+        recipe = self._recipe
+        for ref, want in zip(recipe.refs, recipe.wanted.shardings, strict=True):
+            if isinstance(ref, int) and ref in values and want is not None and want != recipe.born[ref]:
+                x = self._here[ref] if ref in self._here else self._values[ref]
+                self._moved[ref, want] = _move({ref: (x, want)})[ref]
+
+    def _deliver(self) -> list[Any]:
+        recipe = self._recipe
+        avals = recipe.graph.avals
+        pending: dict[Any, tuple[Any, NamedSharding]] = {}
+        slots: list[Any] = []
+        for i, (ref, want, planned) in enumerate(
+            zip(recipe.refs, recipe.wanted.shardings, recipe.wanted.planned, strict=True)
+        ):
+            key = (ref if isinstance(ref, int) else ("leaf", i), want)
+            if key in self._moved or key in pending:
+                slots.append(key)
+                continue
+            if ref is None or (isinstance(ref, int) and ref in self._given):
+                x = recipe.traced.statics[i] if ref is None else self._arguments[ref]
+                if not planned:
+                    want = None
+            elif isinstance(ref, Constant):
+                x = _literal(ref)
+            elif ref in recipe.constants:
+                x = recipe.constants[ref]
+            elif ref in self._here:
+                x = self._here[ref]
+            elif ref in self._values:
+                x, want = self._values[ref], None
+            else:
+                place = recipe.tape_places[ref]
+                x = typed(_small(self._words[place : place + word_count(avals[ref])], avals[ref]), avals[ref])
+            if want is not None:
+                pending[key] = (x, want)
+            else:
+                self._moved[key] = _on_default(x) if ref is not None else x
+            slots.append(key)
+        self._moved |= _move(pending)
+        return [self._moved[key] for key in slots]
+
+
+def _small(words: np.ndarray, aval: Any) -> Any:
+    if not compat.is_key_array(aval):
+        return host_value(words, aval)
+    return jax.random.wrap_key_data(words.reshape(*aval.shape, -1), impl=key_impl(aval.dtype))
+
+
+def _literal(ref: Constant) -> Any:
+    return typed(jnp.asarray(ref.value, ref.aval.dtype), ref.aval)
+
+
+def _on_default(x: Any) -> Any:
+    if not isinstance(x, np.ndarray):
+        return x
+    with compat.no_context_mesh():
+        return jnp.asarray(x)
+
+
+def _move(work: dict[Any, tuple[Any, NamedSharding]], paths: Sequence[str] | None = None) -> dict[Any, Any]:
+    values = [x for x, _ in work.values()]
+    wanted = [(i, sharding) for i, (_, sharding) in enumerate(work.values())]
+    return dict(zip(work, place_leaves(paths or list(map(str, work)), values, wanted), strict=True))

