@@ -171,11 +171,13 @@ def main() -> None:
             if settings["only"] not in case:
                 continue
             value, error = None, ""
+            started = time.monotonic()
             try:
                 value = getattr(module, case)()
             except BaseException:
                 error = traceback.format_exc()
             print(json.dumps([case, value, error]), file=results, flush=True)
+            print(f"{case}: {time.monotonic() - started:.1f} s", flush=True)
             if not getattr(module, "ALONE", False):
                 coordination_client().wait_at_barrier(f"after {case}", 100_000)
     if not getattr(module, "ALONE", False):

@@ -145,7 +145,7 @@ def test_without_mesh_and_mapping_arrays_go_to_the_default_device(tmp_path):
 
 
 def test_leaves_without_names_are_spread_by_best_effort(tmp_path):
-    path = write(tmp_path / "x.safetensors", {"x": VALUE, "s": np.float32(3) * np.ones(()), "odd": counting(7)})
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "s": np.full((), 3, np.float32), "odd": counting(7)})
     like = {"x": struct(8, 16), "s": struct(), "odd": struct(7)}
     tree = ns.load_safetensors(path, like, mesh=M42, mapping={"a": "data"})
     assert_exactly(tree["x"], M42, P("model", "data"))
@@ -362,8 +362,8 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed_at_once_before_any_
         "  ['other']: no tensor 'other'\n"
         "  tensor 'bias' is for no leaf\n"
         "  tensor 'spare' is for no leaf\n"
-        '  fix: correct names= (leaf path to tensor name), or the tree\'s shapes, or pass missing="keep" for leaves to be'
-        " left as they are"
+        '  fix: correct names= (leaf path to tensor name), or the tree\'s shapes, or pass missing="keep" for leaves to'
+        " be left as they are"
     )
     assert recorder.data() == []
 

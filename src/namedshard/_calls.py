@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from namedshard import _jaxcompat as compat
 from namedshard._programs import Program
 
 MAX_CALLS = 4096
@@ -24,7 +23,8 @@ class Call:
 
     Attributes:
         program: What to run.
-        paths: The leaf path of each array argument.
+        names: The leaf path of each argument leaf.
+        paths: The same of those that are arrays.
         live: Positions of the arguments that may have been deleted: concrete arrays.
         moves: Arguments to place first, with where.
         reshards: Those of them that are mismatches.
@@ -36,6 +36,7 @@ class Call:
     """
 
     program: Program
+    names: tuple[str, ...]
     paths: tuple[str, ...]
     live: tuple[int, ...]
     moves: tuple[tuple[int, NamedSharding], ...]
@@ -74,7 +75,7 @@ class Store:
             for name, program in list(self.programs.items()):
                 if id(program) not in needed:
                     self._forgotten_traces += program.traces
-                    self._forgotten_compiles += compat.compiled_count(program.jitted)
+                    self._forgotten_compiles += program.compiles
                     del self.programs[name]
 
     @property
@@ -85,7 +86,7 @@ class Store:
     @property
     def compiles(self) -> int:
         """Executables made."""
-        return self._forgotten_compiles + sum(compat.compiled_count(p.jitted) for p in list(self.programs.values()))
+        return self._forgotten_compiles + sum(p.compiles for p in list(self.programs.values()))
 
 
 _by_anchor: weakref.WeakKeyDictionary[Any, dict[Hashable, Store]] = weakref.WeakKeyDictionary()

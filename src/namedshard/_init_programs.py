@@ -159,15 +159,21 @@ def _untyped(sharding: Any) -> Any:
     return sharding
 
 
-def tape_program(tape: Recording) -> tuple[Program, bool]:
-    """The program that runs a tape, on the default device."""
+def tape_program(tape: Recording) -> tuple[Program, bool] | None:
+    """The program that runs a tape, on the default device; None for a tape without steps."""
 
     def make(pool: concurrent.futures.Executor) -> Program:
         with compat.no_context_mesh():
-            lowered = jax.jit(tape.loop()).lower(tape.initial, tape.kinds, tape.places)
-        return Program("init_keys", lowered, pool)
+            return Program("init_keys", jax.jit(tape.loop()).lower(tape.initial, tape.kinds, tape.places), pool)
 
-    return _cache.get((tape.key, _settings()), make)
+    return _cache.get(("tape", tape.key, _settings()), make) if tape.length else None
+
+
+def run_tape(tape: Recording, program: Program | None, arguments: dict[int, Any]) -> np.ndarray:
+    """All small values, given the arguments."""
+    with compat.no_context_mesh():
+        words = tape.load(arguments)
+        return words if program is None else np.asarray(program.compiled(words, tape.kinds, tape.places))
 
 
 def eager_op(op: Op) -> Callable[..., list[Any]]:

@@ -19,17 +19,16 @@ from namedshard._init_programs import (
     ProgramReport,
     eager_op,
     program_for,
+    run_tape,
     tape_program,
     typed,
     wait_for,
 )
-from namedshard._init_split import Call, Terms, nbytes, split
+from namedshard._init_split import Call, Terms, nbytes, shard_bytes, split
 from namedshard._init_tape import Recording, Tape, host_value, key_impl, word_count
 from namedshard._init_trace import Request, Traced, Wanted, plan_outputs, trace
 from namedshard._mapping import AxisMapping
 from namedshard._place import place_leaves
-
-_HOST_BYTES = 64 << 10
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -53,7 +52,6 @@ class Recipe:
     Attributes:
         refs: For each output leaf the value that it is, or None for those that tracing left alone.
         born: The sharding in which programs make each of them.
-        constants: Small outputs that repeat one number.
         to_mesh: Inputs that have to move to the mesh first.
         fresh: Identities of the programs that making this recipe compiled.
     """
@@ -63,7 +61,6 @@ class Recipe:
     wanted: Wanted
     refs: list[Ref | None]
     born: dict[int, NamedSharding | None]
-    constants: dict[int, np.ndarray]
     to_mesh: dict[int, NamedSharding]
     tape: Recording
     tape_places: dict[int, int]
@@ -94,11 +91,7 @@ class Recipe:
         out: list[ProgramReport] = []
         for program in self.programs:
             call = first.get(program)
-            size = 0
-            if call is not None:
-                size = sum(
-                    shard_bytes(self.graph.avals[v], s) for v, s in zip(call.outputs, call.shardings, strict=True)
-                )
+            size = 0 if call is None else call.shard_bytes(self.graph)
             out.append(
                 ProgramReport(
                     program.name,
@@ -112,26 +105,7 @@ class Recipe:
         return tuple(out)
 
 
-def shard_bytes(aval: Any, sharding: NamedSharding | None) -> int:
-    """Bytes of a value on each device."""
-    if sharding is None or not math.prod(aval.shape):
-        return nbytes(aval)
-    return nbytes(aval) * math.prod(sharding.shard_shape(aval.shape)) // math.prod(aval.shape)
-
-
 # --- making one -------------------------------------------------------------------------------------------------------
-
-
-def _constant_fill(call: Call, graph: Graph) -> np.ndarray | None:
-    """The array of a program that only repeats a number, if it is small: not worth a program."""
-    op = call.ops[-1]
-    if len(call.ops) != 1 or op.primitive.name != "broadcast_in_dim" or not isinstance(op.inputs[0], Constant):
-        return None
-    aval = graph.avals[op.outputs[0]]
-    value = np.asarray(op.inputs[0].value)
-    if nbytes(aval) > _HOST_BYTES or aval.weak_type or value.shape or value.dtype != aval.dtype:
-        return None
-    return np.full(aval.shape, value)
 
 
 def _word_index(call: Call, tape: Tape, graph: Graph) -> np.ndarray:
@@ -190,7 +164,6 @@ def make_recipe(
             largest_shard=max((shard_bytes(graph.avals[v], s) for v, s in born.items()), default=0),
         ),
     )
-    constants: dict[int, np.ndarray] = {}
     placements: dict[int, Any] = {}
     to_mesh: dict[int, NamedSharding] = {}
     for value, x in given.items():
@@ -198,10 +171,6 @@ def make_recipe(
     steps: list[_Step] = []
     fresh: set[int] = set()
     for call in calls:
-        fill = _constant_fill(call, graph)
-        if fill is not None:
-            constants[call.outputs[0]] = fill
-            continue
         index = _word_index(call, tape, graph)
         placements.update(zip(call.outputs, call.shardings, strict=True))
         if call.local:
@@ -214,13 +183,21 @@ def make_recipe(
         fresh |= {id(program)} if new else set()
         steps.append(_Step(call, index, program, ()))
     recording = tape.finish()
-    keys = None
-    if not recording.empty:
-        keys, new = tape_program(recording)
-        fresh |= {id(keys)} if new else set()
+    keys = tape_program(recording)
+    fresh |= {id(keys[0])} if keys is not None and keys[1] else set()
     _schedule_releases(steps, kept)
     return Recipe(
-        graph, traced, wanted, refs, born, constants, to_mesh, recording, tape.places, keys, steps, frozenset(fresh)
+        graph,
+        traced,
+        wanted,
+        refs,
+        born,
+        to_mesh,
+        recording,
+        tape.places,
+        None if keys is None else keys[0],
+        steps,
+        frozenset(fresh),
     )
 
 
@@ -250,7 +227,7 @@ class Run:
         self.compile_seconds = time.perf_counter() - started
         if recipe.to_mesh:
             self._values.update(_move({v: (self._values[v], s) for v, s in recipe.to_mesh.items()}))
-        self._words = self._small_values()
+        self._words = run_tape(recipe.tape, recipe.tape_program, self._arguments)
         for step in recipe.steps:
             if step.program is None:
                 self._run_local(step)
@@ -264,12 +241,6 @@ class Run:
                 self._here.pop(value, None)
         return self._deliver()
 
-    def _small_values(self) -> np.ndarray:
-        tape, program = self._recipe.tape, self._recipe.tape_program
-        with compat.no_context_mesh():
-            words = tape.load(self._arguments)
-            return words if program is None else np.asarray(program.compiled(words, tape.kinds, tape.places))
-
     def _run_local(self, step: _Step) -> None:
         call, avals = step.call, self._recipe.graph.avals
         with compat.no_context_mesh():
@@ -282,9 +253,7 @@ class Run:
                 at += len(words)
             made |= {v: self._gathered(v) for v in call.arrays}
             for op, run in zip(call.ops, step.ops, strict=True):
-                inputs = [
-                    made.get(id(ref), ref.value) if isinstance(ref, Constant) else made[ref] for ref in op.inputs
-                ]
+                inputs = [made.get(id(ref), ref.value) if isinstance(ref, Constant) else made[ref] for ref in op.inputs]
                 made.update(zip(op.outputs, run(*inputs), strict=True))
             for value in call.outputs:
                 self._here[value] = typed(made[value], avals[value])
@@ -303,7 +272,9 @@ class Run:
     def _distribute(self, values: Sequence[int]) -> None:
         """Bring values that are here to where programs expect them."""
         missing = [v for v in values if v not in self._values]
-        wanted = {v: s for step in self._recipe.steps for v, s in zip(step.call.outputs, step.call.shardings, strict=True)}
+        wanted = {
+            v: s for step in self._recipe.steps for v, s in zip(step.call.outputs, step.call.shardings, strict=True)
+        }
         self._values.update({v: self._here[v] for v in missing if wanted[v] is None})
         placed = {v: (self._here[v], s) for v in missing if (s := wanted[v]) is not None}
         self._values.update(_move(placed))
@@ -334,8 +305,6 @@ class Run:
                     want = None
             elif isinstance(ref, Constant):
                 x = _literal(ref)
-            elif ref in recipe.constants:
-                x = recipe.constants[ref]
             elif ref in self._here:
                 x = self._here[ref]
             elif ref in self._values:

@@ -8,8 +8,9 @@ program that uses them.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -18,12 +19,15 @@ from namedshard._init_jaxpr import Constant, Graph, Op, Ref, Traits, aval_key, f
 from namedshard._init_tape import Tape, has_words, is_small, word_count
 from namedshard._mesh import MeshLike
 
-_FILLS = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type"})
+_FILLS = frozenset(
+    {"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type"}
+)
 
 VECTOR = 16
 """On CPUs, rows whose length is a multiple of this are worked on by vector instructions from end to end."""
 
 _LEAST_LOCAL, _MOST_LOCAL = 256 << 10, 64 << 20
+_LEAST_PACK, _MOST_PACKS, _MOST_FILLS = 64 << 10, 8, 256
 _NOWHERE = object()
 
 
@@ -33,7 +37,7 @@ class Call:
 
     ``key`` tells what is compiled, without the values' numbers. ``local``: the values could depend on how arrays are
     split, so it runs operation by operation on one device, as eager execution does, and is distributed afterwards.
-    ``inexact``: they could, but it is too large for that.
+    ``inexact``: they could, but it is too large for that. ``fill``: it only repeats constants.
     """
 
     key: Any
@@ -43,8 +47,13 @@ class Call:
     arrays: tuple[int, ...]
     outputs: tuple[int, ...]
     shardings: tuple[NamedSharding | None, ...]
+    fill: bool
     local: bool
     inexact: bool
+
+    def shard_bytes(self, graph: Graph) -> int:
+        """Bytes of its results on each device."""
+        return sum(shard_bytes(graph.avals[v], s) for v, s in zip(self.outputs, self.shardings, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +89,13 @@ def nbytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
+def shard_bytes(aval: Any, sharding: NamedSharding | None) -> int:
+    """Bytes of a value on each device."""
+    if sharding is None or not math.prod(aval.shape):
+        return nbytes(aval)
+    return nbytes(aval) * math.prod(sharding.shard_shape(aval.shape)) // math.prod(aval.shape)
+
+
 def _values(refs: Iterable[Ref]) -> list[int]:
     return [r for r in refs if not isinstance(r, Constant)]
 
@@ -101,7 +117,15 @@ def split(
     tape = Tape(graph)
     ops = _separate_small(graph, set(readable), tape)
     groups = _Groups(graph, ops, tape, wanted, terms)
-    return tape, [_call(graph, tape, [ops[i] for i in sorted(group)], groups, terms) for group in groups.ordered()]
+
+    def cut(some: Sequence[Op], results: Mapping[int, NamedSharding | None]) -> Call:
+        return _call(graph, tape, some, results, groups.fills, terms)
+
+    calls: list[Call] = []
+    for group in groups.ordered():
+        some = [ops[i] for i in sorted(group)]
+        calls.append(cut(some, groups.results(some)))
+    return tape, _pack(calls, cut, graph, terms)
 
 
 def _separate_small(graph: Graph, readable: set[int], tape: Tape) -> list[Op]:
@@ -225,15 +249,17 @@ class _Groups:
             pending = [program for program in pending if program not in done]
         return [groups[program] for program in done]
 
-    def leaves(self, value: int, ops: Sequence[Op]) -> bool:
-        """True if a value made by one program's operations is wanted as an output or by another program."""
-        if value not in self.places:
-            return False
-        if value in self.fills and len(ops) < len(self._ops):
-            # Others that use a constant make it anew; the program that ends in it is the one that delivers it.
-            return value in ops[-1].outputs
+    def results(self, ops: Sequence[Op]) -> dict[int, NamedSharding | None]:
+        """The values made by one program's operations that are outputs or that another program needs."""
         mine = set(map(id, ops))
-        return value in self._wanted or any(id(self._ops[user]) not in mine for user in self.users[value])
+
+        def leaves(value: int) -> bool:
+            if value in self.fills and len(ops) < len(self._ops):
+                # Others that use a constant make it anew; the program that ends in it is the one that delivers it.
+                return value in self.places and value in ops[-1].outputs
+            return value in self._wanted or any(id(self._ops[user]) not in mine for user in self.users[value])
+
+        return {v: self.places.get(v) for op in ops for v in op.outputs if leaves(v)}
 
     def _add_fills(self, group: set[int]) -> None:
         unseen = list(group)
@@ -244,23 +270,35 @@ class _Groups:
                     unseen.append(self._makers[ref])
 
 
-def _call(graph: Graph, tape: Tape, ops: Sequence[Op], groups: _Groups, terms: Terms) -> Call:
-    words: dict[Any, Ref] = {}
+def _call(
+    graph: Graph,
+    tape: Tape,
+    ops: Sequence[Op],
+    wanted: Mapping[int, NamedSharding | None],
+    fills: set[int],
+    terms: Terms,
+) -> Call:
+    words: list[Ref] = []
+    numbers: dict[Any, int] = {}
     arrays: dict[int, int] = {}
     made: dict[int, int] = {}
     lines: list[Any] = []
+
+    def word(key: Any, ref: Ref, aval: Any) -> Any:
+        if key not in numbers:
+            numbers[key] = len(words)
+            words.append(ref)
+        return "word", numbers[key], aval_key(aval)
 
     def read(ref: Ref) -> Any:
         if isinstance(ref, Constant):
             if not has_words(ref.aval):
                 return "literal", freeze(ref.value), aval_key(ref.aval)
-            words.setdefault(("constant", len(words)), ref)
-            return "word", len(words) - 1, aval_key(ref.aval)
+            return word(("constant", id(ref)), ref, ref.aval)
         if ref in made:
             return "made", made[ref]
         if ref in tape:
-            words.setdefault(ref, ref)
-            return "word", list(words).index(ref), aval_key(graph.avals[ref])
+            return word(ref, ref, graph.avals[ref])
         number = arrays.setdefault(ref, len(arrays))
         return "array", number, aval_key(graph.avals[ref])
 
@@ -270,13 +308,63 @@ def _call(graph: Graph, tape: Tape, ops: Sequence[Op], groups: _Groups, terms: T
             made[value] = len(made)
         outs = tuple(aval_key(graph.avals[v]) for v in op.outputs)
         lines.append((freeze_op(op.primitive, op.params), inputs, outs))
-    outputs = tuple(v for v in made if groups.leaves(v, ops))
-    shardings = tuple(groups.places[v] for v in outputs)
-    unsplittable, size = _depends_on_split(graph, ops, outputs, shardings, groups.fills, terms)
+    outputs, shardings = tuple(wanted), tuple(wanted.values())
+    unsplittable, size = _depends_on_split(graph, ops, wanted, fills, terms)
     local = unsplittable and (terms.can_gather or not arrays) and size <= terms.local_limit
-    key = (tuple(lines), tuple(made[v] for v in outputs), shardings, local)
-    args = tuple(words.values()), tuple(arrays), outputs, shardings
-    return Call(key, _name(ops), tuple(ops), *args, local=local, inexact=unsplittable and not local)
+    fill = fills.issuperset(made)
+    return Call(
+        (tuple(lines), tuple(made[v] for v in outputs), shardings),
+        "init_constants" if fill else _name(ops),
+        tuple(ops),
+        tuple(words),
+        tuple(arrays),
+        outputs,
+        shardings,
+        fill=fill,
+        local=local,
+        inexact=unsplittable and not local,
+    )
+
+
+Cut: TypeAlias = Callable[[Sequence[Op], Mapping[int, NamedSharding | None]], Call]
+
+
+def _joined(calls: Sequence[Call], cut: Cut) -> Call:
+    wanted = {v: s for c in calls for v, s in zip(c.outputs, c.shardings, strict=True)}
+    ops = [op for c in calls for op in c.ops]
+    if all(c.fill for c in calls):
+        # One word for each number: the compiler then makes equal constants once and copies them.
+        known: dict[Any, Ref] = {}
+        for i, op in enumerate(ops):
+            keys = [(aval_key(r.aval), freeze(r.value)) if isinstance(r, Constant) else r for r in op.inputs]
+            shared = tuple(known.setdefault(key, ref) for key, ref in zip(keys, op.inputs, strict=True))
+            ops[i] = dataclasses.replace(op, inputs=shared)
+    return dataclasses.replace(cut(ops, wanted), local=False, inexact=False)
+
+
+def _pack(calls: Sequence[Call], cut: Cut, graph: Graph, terms: Terms) -> list[Call]:
+    """Put together constants, and programs that run once only as far as memory allows: each has a cost of its own."""
+    fills = [c for c in calls if c.fill]
+    counts = collections.Counter(c.key for c in calls)
+    made = {v for c in calls for v in c.outputs}
+    apart = [c for c in calls if not (c.local or c.inexact or c.fill or made.intersection(c.arrays))]
+    single = sorted((c for c in apart if counts[c.key] == 1), key=lambda c: -c.shard_bytes(graph))
+    limit = max(_LEAST_PACK, 2 * terms.largest_shard)
+    share = math.ceil(len(single) / max(2, min(_MOST_PACKS, os.cpu_count() or 1)))
+    packs = [fills[i : i + _MOST_FILLS] for i in range(0, len(fills), _MOST_FILLS)]
+    room = 0
+    for call in single:
+        size = call.shard_bytes(graph)
+        if size > room or len(packs[-1]) >= share:
+            packs.append([])
+            room = limit
+        packs[-1].append(call)
+        room -= size
+    packed: dict[int, Call] = {}
+    for pack in packs:
+        if len(pack) > 1:
+            packed.update(dict.fromkeys(map(id, pack), _joined(pack, cut)))
+    return list(dict.fromkeys(packed.get(id(call), call) for call in calls))
 
 
 def _name(ops: Sequence[Op]) -> str:
@@ -287,8 +375,7 @@ def _name(ops: Sequence[Op]) -> str:
 def _depends_on_split(
     graph: Graph,
     ops: Sequence[Op],
-    outputs: Sequence[int],
-    shardings: Sequence[NamedSharding | None],
+    wanted: Mapping[int, NamedSharding | None],
     fills: set[int],
     terms: Terms,
 ) -> tuple[bool, int]:
@@ -299,8 +386,8 @@ def _depends_on_split(
         avals = [r.aval if isinstance(r, Constant) else graph.avals[r] for r in op.inputs]
         found |= traits(op.primitive, op.params, [*avals, *(graph.avals[v] for v in op.outputs)])
         size = max([size, *(nbytes(graph.avals[v]) for v in op.outputs if v not in fills)])
-    shapes = {graph.avals[v].shape for v in outputs}
-    shards = [(graph.avals[v].shape, s) for v, s in zip(outputs, shardings, strict=True) if s is not None]
+    shapes = {graph.avals[v].shape for v in wanted}
+    shards = [(graph.avals[v].shape, s) for v, s in wanted.items() if s is not None]
     split_up = [(whole, s.shard_shape(whole)) for whole, s in shards if s.shard_shape(whole) != whole]
     rows = [n for pair in split_up for shape in pair for n in shape[-1:]]
     if split_up:

@@ -242,11 +242,6 @@ class Tape:
             at += word_count(aval)
         self._steps.append((self._kinds[key], places, start))
 
-    @property
-    def empty(self) -> bool:
-        """True when there is nothing to run: every value is a constant or a part of an input."""
-        return not self._steps
-
     def finish(self) -> "Recording":
         """The tape as arrays, their sizes rounded up so that models of like depth share one program."""
         width = max(4, max((len(places) for _, places, _ in self._steps), default=0))
@@ -258,9 +253,16 @@ class Tape:
             places[i, -1] = target
         initial = np.zeros(_round_up(self._size), np.uint32)
         initial[: self._size] = np.concatenate(self._initial)
-        key = ("tape", tuple(self._kinds), len(initial), steps, width)
         inputs = tuple((v, self.places[v], self._avals[v]) for v in self.inputs)
-        return Recording(key, initial, kinds, places, inputs, tuple(self._branches), self.empty)
+        return Recording(
+            (tuple(self._kinds), len(initial), steps, width),
+            initial,
+            kinds,
+            places,
+            inputs,
+            tuple(self._branches),
+            len(self._steps),
+        )
 
 
 def _round_up(n: int) -> int:
@@ -269,7 +271,16 @@ def _round_up(n: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """A finished tape."""
+    """A finished tape.
+
+    Attributes:
+        key: What tells the program of a tape from those of others.
+        initial: ``uint32[n]``, the words before the first step.
+        kinds: ``int32[s]``, each step's kind counted from 1; 0 does nothing.
+        places: ``int32[s, w]``, where each step's inputs are, and last where its output goes.
+        inputs: (value, place, aval) of each argument.
+        length: The number of steps that do something.
+    """
 
     key: Any
     initial: np.ndarray
@@ -277,10 +288,10 @@ class Recording:
     places: np.ndarray
     inputs: tuple[tuple[int, int, Any], ...]
     branches: tuple[_Kind, ...]
-    empty: bool
+    length: int
 
     def loop(self) -> Callable[..., Any]:
-        """The function to compile: words ``uint32[n]``, kinds ``int32[s]`` and places ``int32[s, w]`` to words."""
+        """The function to compile: from words, kinds and places to words."""
         branches: Sequence[Callable[..., Array]] = [lambda words, _: words, *(kind.branch for kind in self.branches)]
 
         def init_keys(words: Array, kinds: Array, places: Array) -> Array:

@@ -160,7 +160,9 @@ def trace(request: Request) -> Traced:
                 traced.append(leaf)
         return traced
 
-    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(x.weak_type)) for x in request.arrays]
+    inputs = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False))) for x in request.arrays
+    ]
     with _auto_context():
         closed = jax.make_jaxpr(flat)(*inputs)
     structs: list[Any] = []
@@ -169,7 +171,9 @@ def trace(request: Request) -> Traced:
             structs.append(static)
         else:
             aval = closed.out_avals[slot]
-            structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(aval.weak_type)))
+            structs.append(
+                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+            )
     return Traced(closed, treedefs[-1], statics, slots, structs)
 
 

@@ -4,6 +4,7 @@ Each name here is used for a reason that no public function serves; ``tests/test
 """
 
 import contextlib
+import threading
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
@@ -104,9 +106,31 @@ def user_source(eqn: Any) -> str:
     return "unknown source" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
-def compiled_count(jitted: Any) -> int:
-    """How many executables a jitted function holds."""
-    return jitted._cache_size()
+class _Compiles(threading.local):
+    counters: tuple[list[int], ...] = ()
+
+
+_compiles = _Compiles()
+
+
+def _on_compile(event: str, _: float, **__: Any) -> None:
+    if event == _dispatch.BACKEND_COMPILE_EVENT:
+        for counter in _compiles.counters:
+            counter[0] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_compile)
+
+
+@contextlib.contextmanager
+def count_compiles() -> Iterator[list[int]]:
+    """A list with the number of executables that this thread makes in the block."""
+    counter = [0]
+    _compiles.counters = (*_compiles.counters, counter)
+    try:
+        yield counter
+    finally:
+        _compiles.counters = _compiles.counters[:-1]
 
 
 def trace_key() -> Hashable:
@@ -128,19 +152,9 @@ def space_of_type(aval: Any) -> Any:
     return getattr(aval, "memory_space", DEVICE_SPACE)
 
 
-def x64() -> bool:
-    """Whether 64-bit types are on in this thread."""
-    return jax.config.jax_enable_x64  # pyright: ignore
-
-
 DEVICE_SPACE = jax.memory.Space.Device
 HOST_IN_HLO = "S(5)"
 """How XLA writes the host's memory space in a layout."""
-
-
-def memory_space_of(x: Any) -> Any:
-    """The memory space an array's type says it lives in."""
-    return getattr(x.aval, "memory_space", DEVICE_SPACE)
 
 
 def space_of_kind(memory_kind: str | None) -> Any:
@@ -151,12 +165,6 @@ def space_of_kind(memory_kind: str | None) -> Any:
 def any_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """True if some mesh axis is Explicit: then shardings are part of array types."""
     return AxisType.Explicit in mesh.axis_types
-
-
-def explicit_type(x: Any) -> Any:
-    """The part of an array's type that depends on its sharding, for arrays on Explicit axes; else None."""
-    sharding = x.aval.sharding
-    return (sharding.mesh, sharding.spec) if any_explicit(sharding.mesh) else None
 
 
 def coordination_client() -> Any:

@@ -1,7 +1,7 @@
 """PURE. Transfers in traced code that the compiler will ignore, found in the jaxpr."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ def _auto_entries(target: NamedSharding) -> bool:
     return any(types.get(n) == AxisType.Auto for n in named)
 
 
-def _trimmed(spec: Sequence[Any]) -> list[Any]:
+def _trimmed(spec: Iterable[Any]) -> list[Any]:
     """The entries without a tail of None, and with tuples of one name as that name."""
     entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
     while entries and entries[-1] is None:
@@ -129,5 +129,7 @@ def ignored_specs(jaxpr: Any, given: Sequence[Sharding | None]) -> list[Transfer
             return None
         return f"P({', '.join(map(repr, target.spec))})"
 
-    known = {v: s for v, s in zip(jaxpr.invars, given, strict=True) if s is not None}
+    # What the function closes over comes before its arguments.
+    arguments = jaxpr.invars[len(jaxpr.invars) - len(given) :]
+    known = {v: s for v, s in zip(arguments, given, strict=True) if s is not None}
     return _found(jaxpr, known, check)

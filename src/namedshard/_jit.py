@@ -100,12 +100,8 @@ class NamedJit:
             check_shared(self._name, arrays, program.donate, call.paths)
         if call.moves:
             arrays = self._place(arrays, call)
-        if not call.settled:
-            self._check(call, arrays)
-        out = program.jitted(*arrays)
+        out = program.jitted(*arrays) if call.settled else self._first_run(call, arrays)
         store.runs = call.used = store.runs + 1
-        if not call.settled:
-            self._settle(call, out)
         return program.finish(out) if program.empty else program.build(out)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
@@ -118,7 +114,7 @@ class NamedJit:
         try:
             call = self._store.calls.get(key)
         except TypeError:
-            check_hashable(self._name, self._walk(args, kwargs), treedef)
+            check_hashable(self._name, self._walk(args, kwargs))
             raise
         if call is not None and call.held is not None:
             held = held_values(treedef)
@@ -175,6 +171,7 @@ class NamedJit:
             position = {i: n for n, i in enumerate(numbers_of)}
             call = Call(
                 program,
+                tuple(leaf.path for leaf in walked),
                 tuple(walked[i].path for i in position),
                 tuple(n for i, n in position.items() if _can_be_deleted(leaves[i])),
                 tuple((position[i], want) for i, want in enumerate(placed) if want is not None),
@@ -271,9 +268,17 @@ class NamedJit:
                 )
         return placed
 
-    def _settle(self, call: Call, out: Sequence[Any]) -> None:
-        """After the first run: are the outputs where the mapping wants them?"""
+    def _first_run(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any]:
+        self._check(call, arrays)
+        with compat.count_compiles() as made:
+            out = call.program.jitted(*arrays)
+        call.program.compiles += made[0]
         call.settled = True
+        self._compare_outputs(call, out)
+        return out
+
+    def _compare_outputs(self, call: Call, out: Sequence[Any]) -> None:
+        """Are the outputs where the mapping wants them?"""
         lines: list[str] = []
         for x, output in zip(out, call.program.outputs, strict=True):
             asked = output.asked
@@ -309,8 +314,12 @@ class NamedJit:
         Raises:
             NamedShardError: As a call does.
         """
-        call, arrays = self._abstract(args, kwargs)
-        return Lowered(call.program.jitted.lower(*arrays), call, self._prefix)
+        return self.lower_bound((), args, kwargs)
+
+    def lower_bound(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
+        """Lower with some leading arguments that the result does not ask for again."""
+        call, arrays = self._abstract((*bound, *args), kwargs)
+        return Lowered(call.program.jitted.lower(*arrays), call, self._prefix, bound)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
         """The result's structure, shapes and dtypes, without running anything.
@@ -365,7 +374,7 @@ class BoundNamedJit:
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the method; see `NamedJit.lower`."""
-        return self.__func__.lower(self.__self__, *args, **kwargs)
+        return self.__func__.lower_bound((self.__self__,), args, kwargs)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
         """The method's result without running it; see `NamedJit.eval_shape`."""

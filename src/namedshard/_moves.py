@@ -138,7 +138,8 @@ def _trace(moves: Sequence[Move], manual: frozenset[str]) -> None:
                     raise
                 raise TracedMoveError(
                     message(
-                        f"{at(move.path)}: under eager vmap or grad an array cannot change its devices",
+                        f"{at(move.path)}: under eager vmap or grad an array cannot change its devices, nor a mapped"
+                        " dimension its mesh",
                         str(error).splitlines()[:1],
                         fix="shard the arrays before the vmap or grad, or put it in jit",
                     )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import IgnoredTransferError, message
@@ -47,6 +47,7 @@ class Program:
         mesh: What it is traced under.
         jitted: The flat function.
         traces: How often the function's body has run.
+        compiles: Executables made.
         checked: Whether the trace was looked at.
         outputs: The array outputs, in order.
         empty: Positions of outputs without elements that a mapping places: the compiler forgets where these belong.
@@ -61,6 +62,7 @@ class Program:
     mesh: MeshLike | None
     jitted: Any = None
     traces: int = 0
+    compiles: int = 0
     checked: bool = False
     outputs: tuple[Output, ...] = ()
     empty: tuple[tuple[int, NamedSharding], ...] = ()
@@ -82,18 +84,24 @@ def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
     if isinstance(x, jax.core.Tracer):
         return x.aval
     weak = bool(getattr(x, "weak_type", False))
-    space, typed = compat.DEVICE_SPACE, None
     sharding = placed if placed is not None or isinstance(x, jax.Array) else getattr(x, "sharding", None)
+    space, typed = compat.DEVICE_SPACE, None
     if sharding is not None:
-        typed = (_abstract(sharding), sharding.spec) if compat.any_explicit(sharding.mesh) else None
         space = compat.space_of_kind(sharding.memory_kind)
+        typed = _typed(sharding, len(x.shape)) if isinstance(sharding, NamedSharding) else None
     elif isinstance(x, jax.Array):
-        typed, space = compat.explicit_type(x), compat.memory_space_of(x)
+        space, typed = compat.space_of_type(x.aval), _typed(x.aval.sharding, x.ndim)
     return tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), weak, space, typed
 
 
-def _abstract(sharding: NamedSharding) -> Any:
-    return sharding.mesh.abstract_mesh if isinstance(sharding.mesh, Mesh) else sharding.mesh
+def _typed(sharding: NamedSharding, ndim: int) -> Hashable:
+    """The part of an array's type that depends on its sharding: what it says of Explicit axes; else None."""
+    mesh = sharding.mesh
+    if not compat.any_explicit(mesh):
+        return None
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    entries = [tuple(n for n in ((e,) if isinstance(e, str) else e or ()) if n in explicit) for e in sharding.spec]
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh, (*entries, *[()] * (ndim - len(entries)))
 
 
 def program_key(walked: Sequence[Leaf], placed: Sequence[NamedSharding | None]) -> tuple[Hashable, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from namedshard import _jaxcompat as compat
 from namedshard._calls import Call
 from namedshard._donation import check_live, check_shared
 from namedshard._errors import MismatchError, message
@@ -44,10 +45,11 @@ class _Stage:
 class Compiled(_Stage):
     """A compiled program that takes the arguments it was lowered for; all else as ``jax.stages.Compiled``."""
 
-    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...]):
+    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
         super().__init__(stage)
         self._call = call
         self._prefix = prefix
+        self._bound = bound
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run it.
@@ -59,7 +61,7 @@ class Compiled(_Stage):
             DonationError: A donated argument is passed twice, or was donated before.
         """
         call, program = self._call, self._call.program
-        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
+        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, (*self._bound, *args), kwargs))
         self._check_structure(leaves, treedef)
         arrays = program.picked(leaves)
         check_live(program.name, arrays, [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)], call.paths)
@@ -85,11 +87,12 @@ class Compiled(_Stage):
                     fix="lower it again for these arguments",
                 )
             )
-        pairs = zip(program.statics, leaves, strict=True)
+        arrays = range(len(leaves)) if program.arrays is None else program.arrays
+        held = set(arrays)
         differ = [
-            f"leaf {i}: lowered for {was!r}, called with {now!r}"
-            for i, (was, now) in enumerate(pairs)
-            if (was is not None or not is_array_like(now)) and static_key(was) != static_key(now)
+            f"{path}: lowered for {was!r}, called with {now!r}"
+            for i, (path, was, now) in enumerate(zip(self._call.names, program.statics, leaves, strict=True))
+            if i not in held and static_key(was) != static_key(now)
         ]
         if differ:
             raise TypeError(
@@ -154,11 +157,15 @@ class Compiled(_Stage):
 class Lowered(_Stage):
     """A lowered program; all else as ``jax.stages.Lowered``."""
 
-    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...]):
+    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
         super().__init__(stage)
         self._call = call
         self._prefix = prefix
+        self._bound = bound
 
     def compile(self, compiler_options: Any = None) -> Compiled:
         """Compile it."""
-        return Compiled(self._stage.compile(compiler_options), self._call, self._prefix)
+        with compat.count_compiles() as made:
+            stage = self._stage.compile(compiler_options)
+        self._call.program.compiles += made[0]
+        return Compiled(stage, self._call, self._prefix, self._bound)

@@ -101,32 +101,23 @@ def _mark(x: Any) -> Hashable:
 # --- what cannot be an argument ---------------------------------------------------------------------------------------
 
 
-def _unhashable(x: Any) -> bool:
+def _hashable(x: Any) -> bool:
     try:
         hash(x)
     except TypeError:
-        return True
-    return False
+        return False
+    return True
 
 
-def check_hashable(name: str, walked: Sequence[Leaf], treedef: jax.tree_util.PyTreeDef) -> None:
-    """Raise `StaticArgumentError` for every leaf and static field that cannot be looked up by its value."""
-    lines = [
-        f"argument {leaf.path} is neither an array nor hashable: {type(leaf.value).__name__}"
-        for leaf in walked
-        if not is_array_like(leaf.value) and _unhashable(leaf.value)
-    ]
-    if _unhashable(treedef):
-        bad = dict.fromkeys(type(v).__name__ for v in held_values(treedef) if _unhashable(v))
-        lines += [f"a static field of a module among the arguments is not hashable: {kind}" for kind in bad]
-    if lines:
-        noun = (
-            "argument cannot be used as a static one" if len(lines) == 1 else "arguments cannot be used as static ones"
-        )
+def check_hashable(name: str, walked: Sequence[Leaf]) -> None:
+    """Raise `StaticArgumentError` for every leaf that cannot be looked up by its value."""
+    bad = [leaf for leaf in walked if not is_array_like(leaf.value) and not _hashable(leaf.value)]
+    if bad:
+        noun = "argument cannot be used as a static one" if len(bad) == 1 else "arguments cannot be used as static ones"
         raise StaticArgumentError(
             message(
-                f"{name}: {len(lines)} {noun}",
-                lines,
+                f"{name}: {len(bad)} {noun}",
+                [f"argument {x.path} is neither an array nor hashable: {type(x.value).__name__}" for x in bad],
                 fix="pass an array, or make it hashable (a tuple, a frozen dataclass)",
             )
         )

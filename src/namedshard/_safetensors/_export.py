@@ -5,7 +5,7 @@ code. That code is traced, on shapes only, and every operation in it that merely
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -93,15 +93,22 @@ def _run(jaxpr: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[V
         try:
             results = _step(eqn, arguments)
         except NotACopy as reason:
+            reason.leaves = frozenset[int]().union(*map(_leaves_of, arguments))
             results = [reason] * len(eqn.outvars)
         known.update(zip(eqn.outvars, results, strict=True))
     return [value_of(atom) for atom in jaxpr.outvars]
 
 
+def _leaves_of(value: Value) -> frozenset[int]:
+    if isinstance(value, View):
+        return frozenset(leaf for leaf, _ in value.parts)
+    return value.leaves if isinstance(value, NotACopy) else frozenset()
+
+
 def _step(eqn: Any, arguments: list[Value]) -> Sequence[Value]:
     for argument in arguments:
         if isinstance(argument, NotACopy):
-            raise argument
+            raise NotACopy(str(argument))
     inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
     if inner is not None:
         consts = [np.asarray(c) for c in getattr(inner, "consts", ())]
@@ -121,7 +128,7 @@ def _same(eqn: Any, arguments: list[Any]) -> View:
 
 
 def _reshape(eqn: Any, arguments: list[Any]) -> View:
-    if eqn.params.get("dimensions") is not None:
+    if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
         raise NotACopy("reshape in another order is no copy")
     return arguments[0].reshape(eqn.outvars[0].aval.shape)
 
@@ -139,7 +146,7 @@ def _transpose(eqn: Any, arguments: list[Any]) -> View:
 def _slice(eqn: Any, arguments: list[Any]) -> View:
     if any(step != 1 for step in eqn.params["strides"] or ()):
         raise NotACopy("a slice with steps is not followed")
-    return arguments[0].slice(eqn.params["start_indices"], eqn.params["limit_indices"])
+    return arguments[0].slice(*([int(i) for i in eqn.params[key]] for key in ("start_indices", "limit_indices")))
 
 
 def _dynamic_slice(eqn: Any, arguments: list[Any]) -> View:
@@ -150,7 +157,7 @@ def _dynamic_slice(eqn: Any, arguments: list[Any]) -> View:
     return view.slice(starts, [a + k for a, k in zip(starts, sizes, strict=True)])
 
 
-def _cut(view: View, axis: int, sizes: Sequence[int]) -> list[View]:
+def _cut(view: View, axis: int, sizes: Iterable[int]) -> list[View]:
     out: list[View] = []
     at = 0
     for size in sizes:
@@ -162,7 +169,7 @@ def _cut(view: View, axis: int, sizes: Sequence[int]) -> list[View]:
 
 
 def _split(eqn: Any, arguments: list[Any]) -> list[View]:
-    return _cut(arguments[0], eqn.params["axis"], eqn.params["sizes"])
+    return _cut(arguments[0], eqn.params["axis"], [int(size) for size in eqn.params["sizes"]])
 
 
 def _unstack(eqn: Any, arguments: list[Any]) -> list[View]:
@@ -186,7 +193,7 @@ def _scaled(by: Callable[[float, float], float], eqn: Any, arguments: list[Any])
         or factor.size != 1
         or view.shape != eqn.outvars[0].aval.shape
     ):
-        raise NotACopy("arithmetic on leaves is no copy")
+        raise NotACopy(f"{eqn.primitive.name} is no copy")
     return view.scaled(by(1.0, float(factor.reshape(()))))
 
 

@@ -129,7 +129,8 @@ def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
     base = directory if directory.endswith("/") else directory + "/"
     if is_url(directory):
         # Not every server lists its files, but each tells whether it has one.
-        names = [name for name in (INDEX, SINGLE) if exists(base + name)][:1] or listing(directory)
+        known = next((name for name in (INDEX, SINGLE) if exists(base + name)), None)
+        names = listing(directory) if known is None else [known]
     else:
         names = _listing(directory)
     indices = [INDEX] if INDEX in names else [n for n in names if n.endswith(INDEX_SUFFIX)]

@@ -160,7 +160,9 @@ def _disjoint(parts: Sequence[Part], ndim: int) -> bool:
 
 
 class NotACopy(Exception):
-    """An operation makes of a leaf what no `Part` can say."""
+    """An operation makes of leaves what no `Part` can say. ``leaves`` are their numbers, as far as they are known."""
+
+    leaves: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """`load_safetensors`: from bytes to the final placement in one step."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,12 +38,14 @@ def _nbytes(target: Target, bounds: Bounds) -> int:
     return size
 
 
-def _batches(targets: Sequence[Target], limit: int | None) -> Iterator[list[tuple[Target, Bounds]]]:
+def _batches(
+    targets: Sequence[Target], needed: Mapping[int, list[Bounds]], limit: int | None
+) -> Iterator[list[tuple[Target, Bounds]]]:
     """Shards to read together: all of them, or as many as fit in host memory until they are on their devices."""
     batch: list[tuple[Target, Bounds]] = []
     held = 0
     for target in targets:
-        for bounds in _local_bounds(target):
+        for bounds in needed[target.index]:
             size = _nbytes(target, bounds)
             if batch and limit is not None and held + size > limit:
                 yield batch
@@ -84,6 +86,11 @@ def _reads(batch: Sequence[tuple[Target, Shard]], files: Files, budget: int) -> 
     return sorted(out, key=lambda read: (read.source.name, read.start))
 
 
+def _extremes(values: Sequence[Any]) -> str:
+    low, high = min(values), max(values)
+    return f"{low} does" if low == high else f"{low} and {high} do"
+
+
 def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
     found: dict[tuple[str, str, str], list[Any]] = {}
     for target, shard in batch:
@@ -91,8 +98,7 @@ def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
             found.setdefault((target.path, name, str(target.dtype)), []).extend(v for v in ends if v is not None)
     if found:
         lines = [
-            f"{at(path)}: tensor {name!r}: {' and '.join(dict.fromkeys([str(min(values)), str(max(values))]))}"
-            f" do{'es' * (min(values) == max(values))} not fit {dtype}"
+            f"{at(path)}: tensor {name!r}: {_extremes(values)} not fit {dtype}"
             for (path, name, dtype), values in found.items()
         ]
         raise NarrowingError(
@@ -107,16 +113,16 @@ def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
 class _Assembly:
     """Shards that are read, until their leaf is complete."""
 
-    def __init__(self, targets: Sequence[Target]):
+    def __init__(self, needed: Mapping[int, list[Bounds]]):
         self.results: dict[int, jax.Array] = {}
-        self._missing = {t.index: len(_local_bounds(t)) for t in targets}
-        self._pieces: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
+        self._needed = needed
+        self._pieces: dict[int, dict[Bounds, Any]] = {index: {} for index in needed}
 
     def add(self, target: Target, bounds: Bounds, piece: Any) -> None:
         """One more shard: its memory, or the arrays that it has become on its devices."""
         pieces = self._pieces[target.index]
         pieces[bounds] = piece
-        if len(pieces) < self._missing[target.index]:
+        if len(pieces) < len(self._needed[target.index]):
             return
         del self._pieces[target.index]
         if isinstance(piece, np.ndarray):
@@ -129,11 +135,12 @@ class _Assembly:
 def _load(targets: Sequence[Target], files: Files, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
     staged = not all(moves.in_host_memory(t.sharding) for t in targets)
-    assembly = _Assembly(targets)
-    total = sum(_nbytes(t, bounds) for t in targets for bounds in _local_bounds(t))
+    needed = {t.index: _local_bounds(t) for t in targets}
+    assembly = _Assembly(needed)
+    total = sum(_nbytes(t, bounds) for t in targets for bounds in needed[t.index])
     in_flight: list[Any] = []
     with reporting(progress, total, "loading") as tell:
-        for wanted in _batches(targets, budget // 4 if staged else None):
+        for wanted in _batches(targets, needed, budget // 4 if staged else None):
             batch = [
                 (t, Shard(bounds, moves.aligned_empty(tuple(hi - lo for lo, hi in bounds), t.dtype), t.check))
                 for t, bounds in wanted

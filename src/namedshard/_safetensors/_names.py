@@ -146,7 +146,8 @@ def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterat
             parts = tuple((_under(here, paths[leaf]), part) for leaf, part in value.parts)
             yield Tensor(join(prefix, name or None) or "", value.shape, parts, value.scale)
         else:
-            yield Unknown(tuple(_under(here, p) for p in paths), f"{kind} computes tensor {name!r}: {value}")
+            mine = [paths[i] for i in sorted(value.leaves)] or paths
+            yield Unknown(tuple(_under(here, p) for p in mine), f"{kind} computes tensor {name!r}: {value}")
 
 
 def _under(here: str, path: str) -> str:
@@ -178,15 +179,16 @@ def _named(path: str, shape: tuple[int, ...], given: list[str] | str, default: l
     return [Tensor(n, shape[1:], ((path, layer_of(layer, 0, i)),)) for i, n in enumerate(given)]
 
 
-def tensors_of(tree: Any, names: Names | None = None) -> list[Tensor]:
+def tensors_of(tree: Any, names: Names | None = None, *, all_of_them: bool = False) -> list[Tensor]:
     """The tensors that a tree is stored as.
 
     Args:
         tree: Any tree of arrays or ``jax.ShapeDtypeStruct``s.
         names: Names for some leaves; the others keep those of Haliax's state dicts.
+        all_of_them: Whether tensors that a module computes matter also where their leaves are stored otherwise.
 
     Returns:
-        Tensors in the tree's order.
+        Tensors in the tree's order, those that ``names`` renames last.
 
     Raises:
         CheckpointError: ``names`` has paths that are no leaves, or names are missing or do not fit; all are listed.
@@ -202,26 +204,23 @@ def tensors_of(tree: Any, names: Names | None = None) -> list[Tensor]:
     if isinstance(names, Mapping):
         lines += [f"{p}: no such leaf{did_you_mean(p, list(shapes))}" for p in names if p not in shapes]
     given = {path: _listed(names, path) for path in shapes}
-    out: list[Tensor] = []
-    done: set[str] = set()
-    for tensor in order:
-        if all(given[path] is None for path, _ in tensor.parts):
-            out.append(tensor)
-        for path in dict.fromkeys(path for path, _ in tensor.parts):
-            wanted = given[path]
-            if wanted is not None and path not in done:
-                done.add(path)
-                renamed = _named(path, shapes[path], wanted, default[path])
-                if isinstance(renamed, str):
-                    lines.append(renamed)
-                else:
-                    out += renamed
-    reasons = {path: t.why for t in walked if isinstance(t, Unknown) for path in t.paths}
+    out = [t for t in order if all(given[path] is None for path, _ in t.parts)]
+    for path, wanted in given.items():
+        if wanted is not None:
+            renamed = _named(path, shapes[path], wanted, default[path])
+            if isinstance(renamed, str):
+                lines.append(renamed)
+            else:
+                out += renamed
     held: dict[str, list[Part]] = {}
     for tensor in out:
         for path, part in tensor.parts:
             held.setdefault(path, []).append(part)
-    lines += [f"{at(path)}: {reasons[path]}" for path in reasons if not covered(held.get(path, []), shapes[path])]
+    for unknown in (t for t in walked if isinstance(t, Unknown)):
+        lost = [p for p in unknown.paths if not covered(held.get(p, []), shapes[p])]
+        if all_of_them and not lost:
+            lost = [p for p in unknown.paths if given[p] is None]
+        lines += [f"{at(path)}: {unknown.why}" for path in lost]
     lines += [f"{at(path)}: has no name" for t in out if not t.name for path, _ in t.parts]
     if lines:
         raise CheckpointError(

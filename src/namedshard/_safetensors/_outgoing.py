@@ -85,7 +85,7 @@ def outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing
     values = {leaf.path: leaf.value for leaf in named_leaves(tree) if is_array_like(leaf.value)}
     bad = {path: why for path, value in values.items() if (why := _why_not(value))}
     lines += [f"{at(path)}: {why}" for path, why in bad.items()]
-    tensors = tensors_of(tree, names)
+    tensors = tensors_of(tree, names, all_of_them=True)
     lines += _bad_names(tensors)
     out: list[Outgoing] = []
     for tensor in tensors:
@@ -100,7 +100,13 @@ def outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing
         parts = tuple((values[path], part) for path, part in tensor.parts)
         out.append(Outgoing(tensor.name, tensor.shape, next(iter(kinds)), parts, tensor.scale))
     if lines:
-        raise CheckpointError(message(f"the tree cannot be saved: {len(lines)} problems", dict.fromkeys(lines)))
+        raise CheckpointError(
+            message(
+                f"the tree cannot be saved: {len(lines)} {'problem' if len(lines) == 1 else 'problems'}",
+                dict.fromkeys(lines),
+                fix="make arrays of numbers, convert what has no dtype in a file, or leave it out (equinox.filter)",
+            )
+        )
     if not out:
         raise CheckpointError(message("the tree has no arrays: there is nothing to save"))
     return out

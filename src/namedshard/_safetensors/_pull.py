@@ -13,11 +13,6 @@ from namedshard import _moves as moves
 from namedshard._safetensors._layout import Bounds, Part, boxes_in, leaf_bounds, leaf_view, overlap
 
 
-def is_shared(value: Any) -> bool:
-    """True for an array that no process has whole: getting at it takes all processes together."""
-    return isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
     """A leaf, or some of it, as pieces that this process has."""

@@ -10,11 +10,10 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._collective import sharding_text
+from namedshard._collective import sharding_text, type_text
 from namedshard._errors import CheckpointError, NarrowingError, human_bytes, message
 from namedshard._gather import parse_bytes
 from namedshard._safetensors._commit import PartialFile, remove_leftovers, sync_directory
@@ -24,11 +23,12 @@ from namedshard._safetensors._layout import leaf_bounds
 from namedshard._safetensors._names import Names
 from namedshard._safetensors._outgoing import Outgoing, outgoing
 from namedshard._safetensors._progress import Progress, reporting
-from namedshard._safetensors._pull import Pieces, gathered, is_shared, pieces_of
+from namedshard._safetensors._pull import Pieces, gathered, pieces_of
 from namedshard._safetensors._ranges import LOCAL, Chunk, Habits, chunks, run_offsets
 from namedshard._safetensors._reader import within
 from namedshard._safetensors._remote import is_url
 from namedshard._safetensors._targets import DTypes
+from namedshard._safetensors._together import everyone_says
 from namedshard._sync import Line, agree
 
 Writer: TypeAlias = Literal["all", "main"]
@@ -79,8 +79,7 @@ def _processes() -> tuple[int, int]:
 class _Failures:
     """Errors of this process, kept until all processes have come to the same point: none may wait for one that left."""
 
-    def __init__(self, count: int):
-        self._count = count
+    def __init__(self) -> None:
         self._first: Exception | None = None
 
     def __bool__(self) -> bool:
@@ -92,11 +91,8 @@ class _Failures:
 
     def raise_together(self, where: str, nbytes: int) -> None:
         """Raise on every process if any has failed. A collective."""
-        failed = [0] if self._first is not None else []
-        if self._count > 1:
-            with compat.no_context_mesh():
-                everyone = multihost_utils.process_allgather(np.array([self._first is not None]))
-            failed = np.flatnonzero(np.asarray(everyone)).tolist()
+        words = everyone_says("failed" if self else "fine")
+        failed = [process for process, word in enumerate(words) if word == "failed"]
         if isinstance(self._first, NarrowingError):
             raise self._first
         if failed:
@@ -145,6 +141,7 @@ def _write_file(
     me: int,
     metadata: dict[str, str],
     budget: int,
+    shared: frozenset[int],
     failures: _Failures,
     tell: Callable[[int], None],
 ) -> PartialFile | None:
@@ -163,17 +160,17 @@ def _write_file(
     with concurrent.futures.ThreadPoolExecutor(habits.threads, thread_name_prefix="namedshard-write") as pool:
         for tensor in file.tensors:
             for i, (value, part) in enumerate(tensor.parts):
-                shared = is_shared(value)
-                use: Habits = gathering if shared else habits
-                pieces = None if shared else pieces_of(value) if partial else None
+                everyone = id(value) in shared
+                use: Habits = gathering if everyone else habits
+                pieces = pieces_of(value) if partial is not None and not everyone else None
                 pending: list[concurrent.futures.Future[int]] = []
                 for chunk in chunks(part, [part.whole], tensor.dtype.itemsize, at, use):
-                    if shared:
+                    if everyone:
                         pieces = gathered(value, leaf_bounds(part, chunk.box), file.owner, budget // 4)
                     if partial is None or pieces is None or failures:
                         continue
                     pending.append(pool.submit(_write_chunk, partial, tensor, pieces, i, chunk))
-                    if shared:
+                    if everyone:
                         _settle(pending, failures, tell)
                 _settle(pending, failures, tell)
             at += tensor.nbytes
@@ -291,25 +288,26 @@ def save_safetensors(
     """
     directory, single = _where(path)
     limit, memory = parse_bytes(max_shard_size), parse_bytes(budget)
-    words = {"format": "pt", **_checked(metadata)}
+    words = {"format": "pt", **checked_metadata(metadata)}
     tensors = outgoing(tree, names, dtype)
     groups = [tensors] if single else _grouped(tensors, limit)
     me, count = _processes()
     _prepare(directory, re.compile(re.escape(single)) if single else _OURS)
     old = set[str]() if single else referenced_files(os.path.join(directory, INDEX))
     file_names = [single or SINGLE] if len(groups) == 1 else _shard_names(directory, len(groups))
+    shared = frozenset[int]()
     if count > 1:
-        agree("save_safetensors", [_line(t) for t in tensors], note=f"{file_names}, writer={writer!r}")
+        shared = _shared(tensors, f"{file_names}, writer={writer!r}", count)
     owners = count if writer == "all" else 1
     files = [_File(n, tuple(g), i % owners) for i, (n, g) in enumerate(zip(file_names, groups, strict=True))]
     total = sum(t.nbytes for t in tensors)
-    failures = _Failures(count)
+    failures = _Failures()
     partials: list[PartialFile] = []
     mine = sum(t.nbytes for file in files for t in file.tensors if file.owner == me)
     try:
         with reporting(progress, mine, "saving") as tell:
             for file in files:
-                partial = _write_file(directory, file, me, words, memory, failures, tell)
+                partial = _write_file(directory, file, me, words, memory, shared, failures, tell)
                 partials += [partial] if partial is not None else []
         failures.raise_together(directory, total)
         _publish(directory, files, partials, failures, me, replace=not single, old=old, total=total)
@@ -350,7 +348,8 @@ def _publish(
     failures.raise_together(directory, total)
 
 
-def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
+def checked_metadata(metadata: Mapping[Any, Any] | None) -> dict[str, str]:
+    """The metadata, which must be text to text."""
     given: dict[Any, Any] = dict(metadata or {})
     bad = [f"{k!r}: {v!r}" for k, v in given.items() if not (isinstance(k, str) and isinstance(v, str))]
     if bad:
@@ -358,8 +357,27 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return given
 
 
-def _line(tensor: Outgoing) -> Line:
-    """What this process says of a tensor: arrays that are shared must be so, and alike, on every process."""
-    shared = [value for value, _ in tensor.parts if is_shared(value)]
-    source = "; ".join(sharding_text(value.sharding) for value in shared) or "this process"
-    return Line(tensor.name, f"{tensor.dtype}{list(tensor.shape)}", source, "")
+def _shared(tensors: Sequence[Outgoing], note: str, count: int) -> frozenset[int]:
+    """Ids of the values that are one array of all processes, which it takes all of them to get at. A collective."""
+    lines: dict[int, Line] = {}
+    values: dict[int, Any] = {}
+    for tensor in tensors:
+        for value, _ in tensor.parts:
+            if id(value) not in lines:
+                kind = f"{type_text(value)} as {tensor.dtype}"
+                own = not (isinstance(value, jax.Array) and value.committed)
+                where = "this process" if own else sharding_text(value.sharding)
+                lines[id(value)] = Line(tensor.name, kind, where, "", local=own or value.is_fully_addressable)
+                values[id(value)] = value
+    local = agree("save_safetensors", list(lines.values()), note=note)
+    everywhere = set(range(count))
+    return frozenset(
+        key
+        for i, (key, value) in enumerate(values.items())
+        if i not in local and lines[key].source != "this process" and not _replicated(value, everywhere)
+    )
+
+
+def _replicated(value: jax.Array, processes: set[int]) -> bool:
+    """True if each of these processes has all of an array."""
+    return value.is_fully_replicated and {d.process_index for d in value.sharding.device_set} == processes

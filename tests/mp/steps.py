@@ -1,0 +1,251 @@
+"""Processes that do not make the same call, or pass what differs: errors in bounded time, and the job goes on."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mp.moves import PLACES, make
+from mp.tools import *
+from mp.tools import PartitionSpec as P
+
+ALL, MAPPING, _ = PLACES["all"]
+OTHER = PLACES["reversed"][0]
+SAME = "call with the same tree, mapping and mesh, in the same order, on every process"
+ON_ALL = f"on devices {[d.id for d in ALL.devices.flat]} in device"
+ON_OTHER = f"on devices {[d.id for d in OTHER.devices.flat]} in device"
+AXES = dict(ALL.shape)
+
+
+def x(name: str = "all", dtype: Any = np.float32) -> hax.NamedArray:
+    return named(make(dtype, name), "a b c")
+
+
+def still_works() -> None:
+    """The next call of all processes is in step."""
+    where, mapping, spec = PLACES["interleaved"]
+    check(ns.shard(x(), mapping, where).array, values(np.float32), where, spec)
+    got = ns.to_host(x("reversed"), process=0)
+    equal(got.array is None, ME != 0)
+
+
+def out_of_step(call: Callable[[], Any]) -> list[str]:
+    lines = message_of(ns.OutOfStepError, call).splitlines()
+    still_works()
+    return lines
+
+
+def case_another_mapping() -> None:
+    mapping = {"a": "x"} if ME == 1 else {"b": "y"}
+    equal(
+        out_of_step(lambda: ns.shard({"w": x()}, mapping, OTHER)),
+        [
+            "shard: the processes make different calls; the first difference is",
+            f"  process 0: ['w']: float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
+            f" to {P(None, 'y', None)} of {AXES} {ON_OTHER}",
+            f"  process 1: ['w']: float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
+            f" to {P('x', None, None)} of {AXES} {ON_OTHER}",
+            f"  fix: {SAME}",
+        ],
+    )
+
+
+def case_another_mesh() -> None:
+    where = PLACES["interleaved"][0] if ME == 1 else OTHER
+    lines = out_of_step(lambda: ns.shard({"w": x()}, MAPPING, where))
+    equal(lines[0], "shard: the processes make different calls; the first difference is")
+    equal(lines[1].endswith(ON_OTHER), True)
+    equal(lines[2].endswith(f"on devices {[d.id for d in PLACES['interleaved'][0].devices.flat]} in device"), True)
+
+
+def case_another_tree() -> None:
+    tree = {"a": x(), "b": x()} if ME == 1 else {"a": x()}
+    equal(
+        out_of_step(lambda: ns.shard(tree, MAPPING, OTHER)),
+        [
+            "shard: the processes make different calls; the first difference is",
+            "  process 0 has 1 leaf to move",
+            "  process 1 has 2 leaves to move",
+            f"  fix: {SAME}",
+        ],
+    )
+
+
+def case_another_dtype_name_and_order() -> None:
+    for tree in (
+        {"a": x(dtype=np.int8 if ME == 1 else np.float32)},
+        {"b" if ME == 1 else "a": x()},
+        [x(), x(dtype=np.int8)][:: 1 if ME == 1 else -1],
+    ):
+        lines = out_of_step(lambda tree=tree: ns.shard(tree, MAPPING, OTHER))
+        equal(lines[0], "shard: the processes make different calls; the first difference is")
+
+
+def case_another_function() -> None:
+    call = (lambda: ns.to_host(x(), process=0)) if ME == 1 else (lambda: ns.shard(x(), MAPPING, OTHER))
+    name = "to_host" if ME == 1 else "shard"
+    equal(
+        out_of_step(call),
+        [
+            f"{name}: the processes make different calls; the first difference is",
+            "  process 0 calls shard",
+            f"  process 1 calls to_host(budget={1 << 30})",
+            f"  fix: {SAME}",
+        ],
+    )
+
+
+def case_another_keeper_and_budget() -> None:
+    lines = out_of_step(lambda: ns.to_host(x(), process=1 if ME == 1 else 0))
+    source = f": float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
+    equal(lines[1:3], [f"  process 0: array{source} to process 0", f"  process 1: array{source} to process 1"])
+    lines = out_of_step(lambda: ns.to_host(x(), budget=100 if ME == 1 else 200))
+    equal(lines[1:3], ["  process 0 calls to_host(budget=200)", "  process 1 calls to_host(budget=100)"])
+
+
+def case_a_process_that_makes_no_call() -> None:
+    started = time.monotonic()
+    if ME != 1:
+        with ns.collective_timeout(2):
+            said = message_of(ns.OutOfStepError, lambda: ns.shard(x(), MAPPING, OTHER))
+        equal(
+            said,
+            "shard: process 1 did not make this call within 2 s\n"
+            "  fix: make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
+        )
+        equal(time.monotonic() - started < 30, True)
+    still_works()
+
+
+def case_the_first_process_makes_no_call() -> None:
+    if ME != 0:
+        with ns.collective_timeout(2):
+            said = message_of(ns.OutOfStepError, lambda: ns.to_host(x()))
+        equal(said.splitlines()[0], "to_host: process 0 did not make this call within 2 s")
+    still_works()
+
+
+def case_only_one_process_makes_a_call() -> None:
+    for caller in range(COUNT):
+        if caller == ME:
+            with ns.collective_timeout(1):
+                said = message_of(ns.OutOfStepError, lambda: ns.to_host(x()))
+            others = [p for p in range(COUNT) if p != caller]
+            who = f"process {others[0]}" if COUNT == 2 else f"processes {', '.join(map(str, others))}"
+            equal(said.splitlines()[0], f"to_host: {who} did not make this call within 1 s")
+    still_works()
+
+
+def case_a_process_that_comes_late() -> None:
+    """It joins the others' next call, as if it had made the one before."""
+    if ME == 1:
+        time.sleep(4)
+        with ns.collective_timeout(3):
+            said = message_of(ns.OutOfStepError, lambda: ns.shard(x(), MAPPING, OTHER))
+        others = [p for p in range(COUNT) if p != 1]
+        who = "process 0" if COUNT == 2 else f"processes {', '.join(map(str, others))}"
+        equal(
+            said,
+            f"shard: {who} did not make this call within 3 s\n"
+            "  this process had not made one earlier call that the others had stopped waiting for\n"
+            "  fix: make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
+        )
+    else:
+        with ns.collective_timeout(2):
+            message_of(ns.OutOfStepError, lambda: ns.shard(x(), MAPPING, OTHER))
+        time.sleep(10)
+    still_works()
+
+
+def case_a_process_that_is_only_slow() -> None:
+    if ME == 1:
+        time.sleep(3)
+    y = ns.shard(x(), MAPPING, OTHER).array
+    check(y, values(np.float32), OTHER, P("x", "y"))
+
+
+def case_a_stream_that_one_process_leaves() -> None:
+    arrays = {f"{i}": make(np.float32, "all") for i in range(3)}
+
+    def streamed() -> int:
+        done = 0
+        for _ in ns.iter_to_host(arrays):
+            done += 1
+            if ME == 1:
+                break
+        return done
+
+    if ME == 1:
+        equal(streamed(), 1)
+    else:
+        with ns.collective_timeout(2):
+            said = message_of(ns.OutOfStepError, streamed)
+        equal(said.splitlines()[0], "iter_to_host: process 1 did not make this call within 2 s")
+    still_works()
+
+
+def case_an_error_before_the_call_on_one_process() -> None:
+    y = x()
+    if ME == 1:
+        y.array.delete()
+    with ns.collective_timeout(2):
+        said = message_of((ns.OutOfStepError, ns.DeletedArrayError), lambda: ns.shard(y, MAPPING, OTHER))
+    equal("deleted" in said, ME == 1)
+    still_works()
+
+
+def case_host_values_that_differ() -> None:
+    a, b = values(np.float32), values(np.float32)
+    if ME == 1:
+        b = b.copy()
+        b[0, 0, 0] = 0
+    tree = {"same": named(a, "a b c"), "other": named(b, "a b c"), "key": named(np.arange(8) + ME, "k")}
+    said = message_of(ns.HostValueError, lambda: ns.shard(tree, MAPPING, ALL))
+    equal(
+        said,
+        "shard: host values of 2 leaves differ between processes\n"
+        "  ['key']: process 1 has another value than process 0\n"
+        "  ['other']: process 1 has another value than process 0\n"
+        "  fix: pass the same value on every process, or build the array with"
+        " jax.make_array_from_process_local_data",
+    )
+    still_works()
+    # Not a number in the same bits everywhere is the same value.
+    same = named(np.full((24, 24, 2), np.nan, np.float32), "a b c")
+    equal(bool(np.isnan(np.asarray(ns.shard(same, MAPPING, ALL).array.addressable_shards[0].data)).all()), True)
+    said = message_of(ns.HostValueError, lambda: ns.shard(named(jnp.full((24, 24, 2), ME), "a b c"), MAPPING, ALL))
+    equal(said.splitlines()[1], "  array: process 1 has another value than process 0")
+    # Minus zero and zero compare equal, and are not the same value.
+    zero = np.zeros((24, 24, 2), np.float32)
+    message_of(ns.HostValueError, lambda: ns.shard(named(-zero if ME == 1 else zero, "a b c"), MAPPING, ALL))
+    # On one process's own mesh nothing is compared.
+    mine = mesh((len(own(ME)),), "x", devices=own(ME))
+    equal(int(ns.shard(named(np.full((24,), ME), "a"), {"a": "x"}, mine).array[0]), ME)
+    still_works()
+
+
+def case_arrays_of_each_process() -> None:
+    here = jax.local_devices()
+    one = jax.device_put(values(np.float32), here[0])
+    many = jax.device_put(values(np.float32), NamedSharding(mesh((len(here),), "x", devices=here), P()))
+    tree = {"many": named(many, "a b c"), "one": named(one, "a b c"), "global": x("reversed")}
+    said = message_of(ns.LocalArrayError, lambda: ns.shard(tree, MAPPING, ALL))
+    equal(
+        said,
+        "shard: 2 leaves are not one global array: each process passes its own, committed to its own devices\n"
+        "  ['many']\n"
+        "  ['one']\n"
+        "  fix: pass numpy (the same value on every process), or build a global array with"
+        " jax.make_array_from_process_local_data",
+    )
+    still_works()
+    # Where one process alone is meant, its arrays move.
+    mine = mesh((len(here),), "x", devices=here)
+    equal(ns.shard(named(one, "a b c"), {}, mine).array.is_fully_addressable, True)
+
+
+def case_a_limit_must_be_positive() -> None:
+    def enter() -> None:
+        with ns.collective_timeout(0):
+            pass
+
+    equal(message_of(ValueError, enter), "collective_timeout must be positive, not 0")

@@ -1,0 +1,230 @@
+"""Donated arguments of compiled functions, and everything that can go wrong with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import M8, M8_REVERSED, assert_exactly, bits, counting, na
+
+import namedshard as ns
+
+
+def put(*spec: Any, where: Mesh = M8, kind: str | None = None, shape: tuple[int, ...] = (8, 4)) -> jax.Array:
+    return jax.device_put(counting(*shape), NamedSharding(where, P(*spec), memory_kind=kind))
+
+
+def told(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ns.DonationError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def text(headline: str, *lines: str) -> str:
+    return "\n".join([headline, *(f"  {line}" for line in lines)])
+
+
+SHARED_FIX = "fix: pass a copy (jnp.copy), or do not donate it"
+GONE_FIX = "fix: use the result of the call that they were donated to"
+REUSE_FIX = "fix: give input and output the same mapping and memory kind, or do not donate it"
+
+
+def test_by_keyword_and_by_position() -> None:
+    by_name = ns.named_jit(lambda a, *, b: a + b, donate_kwargs={"b": True})
+    a, b = put("data"), put("data")
+    with jax.set_mesh(M8):
+        assert bits(by_name(a, b=b)) == bits(counting(8, 4) * 2)
+        assert (a.is_deleted(), b.is_deleted()) == (False, True)
+
+        def step(state, x, **more):
+            return state["w"] + x["w"], x["w"] * 2, state["b"] * 2, x["k"] * 2
+
+        def fresh() -> list[dict[str, Any]]:
+            state = {"w": put("data"), "b": put("data", shape=(8,)), "n": 3}
+            return [state, {"w": put("data"), "k": put("data", shape=(16,))}]
+
+        for spec, wanted in (
+            ((True,), {"state.w", "state.b"}),
+            ((True, False), {"state.w", "state.b"}),
+            ((False, True), {"x.w", "x.k"}),
+            (({"w": True, "b": False, "n": False}, None), {"state.w"}),
+            ((lambda leaf: getattr(leaf, "ndim", 0) == 1,), {"state.b"}),
+            (True, {"state.w", "state.b", "x.w", "x.k"}),
+            (False, set()),
+            (None, set()),
+        ):
+            state, x = fresh()
+            ns.named_jit(step, donate_args=spec)(state, x)
+            named = {"state.w": state["w"], "state.b": state["b"], "x.w": x["w"], "x.k": x["k"]}
+            assert {name for name, leaf in named.items() if leaf.is_deleted()} == wanted, spec
+        state, x = fresh()
+        ns.named_jit(step, donate_kwargs=True)(state, x=x)
+        assert not state["w"].is_deleted() and x["w"].is_deleted()
+
+
+def test_an_argument_that_has_to_move_is_given_up_too() -> None:
+    step = ns.named_jit(
+        lambda x, y: (x + 1, y + 1), in_axis_resources={"a": "data"}, donate_args=(True, False), on_mismatch="reshard"
+    )
+    x, y = na(put(), "a b"), na(put(), "a b")
+    uncommitted = na(jnp.asarray(counting(8, 4)), "a b")
+    source = counting(8, 4)
+    with jax.set_mesh(M8):
+        out = step(x, y)
+        assert (x.array.is_deleted(), y.array.is_deleted()) == (True, False)
+        assert_exactly(ns.shard(out[0], {"a": "data"}), M8, P("data"))
+        step(uncommitted, y)
+        assert uncommitted.array.is_deleted()
+        # What belongs to the caller outside of JAX stays as it is.
+        assert bits(step(na(source, "a b"), y)[0].array) == bits(counting(8, 4) + 1)
+        assert bits(source) == bits(counting(8, 4))
+
+
+def test_one_array_donated_and_passed_again() -> None:
+    @ns.named_jit(donate_args=(True,))
+    def step(state, *rest, ema=None):
+        return jax.tree.map(lambda x: x + 1, state), ema
+
+    with jax.set_mesh(M8):
+        x, y = put("data"), put("data", shape=(16,))
+        assert told(step, {"w": x, "v": y}, y, ema={"w": x}) == text(
+            "step: 2 donated arrays are passed more than once",
+            "state['v'] and rest[0] are one array",
+            "state['w'] and ema['w'] are one array",
+            SHARED_FIX,
+        )
+        assert told(step, [x, x]) == text(
+            "step: 1 donated array is passed more than once", "state[0] and state[1] are one array", SHARED_FIX
+        )
+        # Other objects, the same memory: device_put hands out its argument's buffers where it can.
+        alias = jax.device_put(x, NamedSharding(M8, P("data", None)))
+        assert alias is not x
+        assert told(step, [x], alias) == text(
+            "step: 1 donated array is passed more than once", "state[0] and rest[0] share their memory", SHARED_FIX
+        )
+        assert not x.is_deleted()
+        # Not donated, or a copy: fine.
+        out, _ = step({"w": jnp.copy(x)}, x, y, y)
+        assert bits(out["w"]) == bits(counting(8, 4) + 1)
+        # Arrays without elements have no memory to share.
+        empty = [jax.device_put(np.zeros((0, 4), np.float32), NamedSharding(M8, P())) for _ in range(2)]
+        assert step(empty)[0][0].shape == (0, 4)
+
+
+def test_an_argument_that_was_donated_before() -> None:
+    @ns.named_jit(donate_args=(True,))
+    def step(state, x):
+        return {k: v + x for k, v in state.items()}
+
+    @ns.named_jit
+    def look(state, key):
+        return state["w"], key
+
+    with jax.set_mesh(M8):
+        x = put("data")
+        state = {"w": put("data"), "v": put("data")}
+        new = step(state, x)
+        expected = text(
+            "step: 2 argument leaves were donated or deleted before this call",
+            "state['v']",
+            "state['w']",
+            GONE_FIX,
+        )
+        for _ in range(2):
+            assert told(step, state, x) == expected
+        assert told(look, state, 0) == text(
+            "look: 2 argument leaves were donated or deleted before this call", "state['v']", "state['w']", GONE_FIX
+        )
+        # After the signature is known too, when no check but this one stands in the way.
+        key = jax.random.key(0)
+        look(new, key)
+        new["w"].delete()
+        assert told(look, new, key) == text(
+            "look: 1 argument leaf was donated or deleted before this call", "state['w']", GONE_FIX
+        )
+        key.delete()
+        assert told(look, {"w": put("data"), "v": put("data")}, key) == text(
+            "look: 1 argument leaf was donated or deleted before this call", "key", GONE_FIX
+        )
+        # One that would have to move.
+        gone = na(put("data", where=M8_REVERSED), "a b")
+        gone.array.delete()
+        moving = ns.named_jit(lambda x: x, on_mismatch="reshard")
+        assert told(moving, gone) == text(
+            "<lambda>: 1 argument leaf was donated or deleted before this call", "x", GONE_FIX
+        )
+
+
+def test_an_argument_that_cannot_become_an_output() -> None:
+    mapping = {"a": "data"}
+
+    @ns.named_jit(out_axis_resources=mapping, donate_args=(True,))
+    def step(state):
+        return {k: v + 1 for k, v in state.items()}
+
+    with jax.set_mesh(M8):
+        state = {"w": na(put(), "a b"), "v": na(put(shape=(4, 8)), "c d")}
+        assert told(step, state) == text(
+            "step: 1 donated argument leaf cannot become the output of the same shape",
+            "state['w']: spec P(), but ['w'] has P('data', None)",
+            REUSE_FIX,
+        )
+        assert not state["w"].array.is_deleted()
+        # Looked at again for every placement, though the trace is the same.
+        state["w"] = na(put("data"), "a b")
+        step(state)
+        assert state["w"].array.is_deleted()
+        state = {"w": na(put(None, "data", shape=(8, 8)), "a b"), "v": na(put(shape=(8,)), "a")}
+        assert told(step, state) == text(
+            "step: 2 donated argument leaves cannot become the output of the same shape",
+            "state['v']: spec P(), but ['v'] has P('data',)",
+            "state['w']: spec P(None, 'data'), but ['w'] has P('data', None)",
+            REUSE_FIX,
+        )
+
+        @ns.named_jit(donate_args=(True,))
+        def bring(moments):
+            return jax.device_put(moments, jax.memory.Space.Device)
+
+        assert told(bring, put("data", kind="pinned_host")) == text(
+            "bring: 1 donated argument leaf cannot become the output of the same shape",
+            "moments: memory kind 'pinned_host', but the result is in 'device'",
+            REUSE_FIX,
+        )
+        # Nothing of that shape comes out: it is merely freed.
+        assert float(ns.named_jit(lambda x: x.sum(), donate_args=(True,))(put("data", shape=(24, 2)))) == 47 * 24
+
+
+def test_specs_that_do_not_fit_the_call() -> None:
+    def step(x, y):
+        return x
+
+    assert told(ns.named_jit(step, donate_args=(True, False, False)), put(), y=put()) == text(
+        "step: donate_args has 3 entries, but the call has 1 positional arguments",
+        "fix: give one entry per positional argument, and use donate_kwargs for keyword arguments",
+    )
+    said = told(ns.named_jit(step, donate_args=({"a": True}, False)), {"b": put()}, put())
+    lines = said.splitlines()
+    assert lines[0] == "step: a donation spec does not match the structure of its argument"
+    assert lines[2] == (
+        "  fix: give True, False, a function of a leaf, or a tree of these that is a prefix of the argument"
+    )
+
+
+def test_donation_works_in_a_loop_and_while_tracing() -> None:
+    step = ns.named_jit(lambda x: x + 1, {"a": "data"}, donate_args=(True,))
+    with jax.set_mesh(M8):
+        x = na(put("data"), "a b")
+        for _ in range(5):
+            before = x
+            x = step(x)
+            assert before.array.is_deleted()
+        assert bits(x.array) == bits(counting(8, 4) + 5)
+        assert (step.report().traces, step.report().compiles) == (1, 1)
+        kept = na(put("data"), "a b")
+        assert bits(jax.jit(lambda x: step(x).array * 2)(kept)) == bits((counting(8, 4) + 1) * 2)
+        assert not kept.array.is_deleted()

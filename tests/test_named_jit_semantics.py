@@ -1,0 +1,636 @@
+"""What a compiled function means: arguments, statics, results, transformations, methods, and how often it is traced."""
+
+import dataclasses
+import functools
+import gc
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import E42, M8, M8_REVERSED, M42, ONE_OF_EACH, assert_exactly, bits, counting, mesh, na
+
+import namedshard as ns
+from namedshard import _calls
+
+MAPPING = {"batch": "data", "embed": "model"}
+
+
+def named(where: Mesh, *spec: Any) -> hax.NamedArray:
+    return na(jax.device_put(counting(8, 4), NamedSharding(where, P(*spec))), "batch embed")
+
+
+def same(a: Any, b: Any) -> bool:
+    return bits(getattr(a, "array", a)) == bits(getattr(b, "array", b))
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_results_come_out_as_planned_on_every_kind_of_mesh(kind: str) -> None:
+    where = ONE_OF_EACH[kind]
+
+    def step(x, plain):
+        return {"x": x * 2, "column": x["embed", 1], "scalar": hax.named(jnp.float32(3), ()), "plain": plain + 1}
+
+    # Indexing on Explicit axes is for newer Haliax only.
+    fn = (lambda x, plain: {"x": x * 2, "plain": plain + 1}) if kind != "auto" else step
+    with jax.set_mesh(where):
+        x = ns.shard(na(counting(8, 4), "batch embed"), MAPPING)
+        out = ns.named_jit(fn, MAPPING)(x, jax.device_put(counting(8), NamedSharding(where, P())))
+        planned = ns.plan(out, MAPPING, where)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+            plan = planned[jax.tree_util.keystr(path).removesuffix("[<flat index 0>]").removesuffix(".array")]
+            if plan.spec is not None:
+                assert_exactly(leaf, where, plan.spec)
+        assert same(out["x"], counting(8, 4) * 2)
+        assert same(out["plain"], counting(8) + 1)
+
+
+def test_results_that_are_no_jax_arrays() -> None:
+    class Tag:
+        pass
+
+    tag = Tag()
+
+    def step(x):
+        return {
+            "x": x,
+            "none": None,
+            "int": 3,
+            "float": 2.5,
+            "str": "text",
+            "tag": tag,
+            "numpy": np.arange(3, dtype=np.int32),
+            "numpy scalar": np.float32(7),
+            "named numpy": na(counting(8), "batch"),
+            "empty": [],
+            "shape": x.shape,
+        }
+
+    fn = ns.named_jit(step, {"batch": "data"})
+    with jax.set_mesh(M8):
+        for _ in range(2):
+            out = fn(counting(8))
+            assert type(out["int"]) is int and out["int"] == 3
+            assert type(out["float"]) is float and out["float"] == 2.5
+            assert (out["none"], out["str"], out["shape"]) == (None, "text", (8,))
+            assert out["tag"] is tag
+            assert isinstance(out["numpy"], jax.Array) and same(out["numpy"], np.arange(3, dtype=np.int32))
+            assert isinstance(out["numpy scalar"], jax.Array) and out["numpy scalar"].dtype == np.float32
+            assert_exactly(out["named numpy"], M8, P("data"))
+            # Containers are the caller's own: nothing done to them is seen by the next call.
+            assert out["empty"] == []
+            out["empty"].append(1)
+            out["new"] = 1
+    assert fn.report().traces == 1
+    assert ns.named_jit(lambda: None)() is None
+    assert ns.named_jit(lambda n: n + 1)(4) == 5
+
+
+def test_a_result_carries_its_own_mapping() -> None:
+    def step(x):
+        return ns.with_mapping(x, {"batch": None}), ns.with_mapping(x, {"embed": "data", "batch": None}), x
+
+    with jax.set_mesh(M42):
+        out = ns.named_jit(step, MAPPING)(named(M42))
+        assert_exactly(out[0], M42, P(None, "model"))
+        assert_exactly(out[1], M42, P(None, "data"))
+        assert_exactly(out[2], M42, P("data", "model"))
+        # Without any other mapping, too.
+        assert_exactly(ns.named_jit(step)(named(M42))[1], M42, P(None, "data"))
+
+
+def test_in_and_out_mappings_and_the_one_in_force() -> None:
+    seen = []
+
+    def step(x):
+        seen.append(ns.axis_mapping)
+        seen[-1] = hax.partitioning.current_thread_local_mapping()
+        return x
+
+    step_in_out = ns.named_jit(
+        step, {"batch": "model"}, in_axis_resources={"batch": "data"}, out_axis_resources={"embed": "data"}
+    )
+    with jax.set_mesh(M42):
+        assert_exactly(step_in_out(na(counting(8, 4), "batch embed")), M42, P(None, "data"))
+        assert dict(seen[-1]) == {"batch": "model"}
+        by_context = ns.named_jit(step)
+        with hax.axis_mapping({"batch": "data"}):
+            assert_exactly(by_context(named(M42)), M42, P("data", None))
+        with ns.axis_mapping({"batch": ns.first("model", "data")}):
+            assert_exactly(by_context(named(M42)), M42, P("model", None))
+        assert same(by_context(named(M42)), counting(8, 4))
+        assert by_context.report().traces == 3
+
+
+def test_an_axis_that_does_not_divide_fails_before_anything_runs() -> None:
+    with jax.set_mesh(M8), pytest.raises(ns.IndivisibleAxisError) as caught:
+        ns.named_jit(lambda: {"w": hax.zeros(hax.Axis("vocab", 17))}, {"vocab": "data"})()
+    assert str(caught.value) == (
+        "1 of 1 leaf cannot be sharded by this mapping\n"
+        "  ['w']: axis vocab=17 is not divisible by mesh axis 'data'=8 (17 = 8*2 + 1)\n"
+        '  fix: pad the axis to 24, or pass indivisible="replicate"'
+    )
+
+
+def test_shapes_that_depend_on_the_mesh_are_not_remembered() -> None:
+    @ns.named_jit(axis_resources={"vocab": "data"})
+    def zeros():
+        return hax.zeros(ns.round_axis_for_partitioning(hax.Axis("vocab", 17), {"vocab": "data"}))
+
+    for count, size in ((8, 24), (5, 20), (2, 18), (8, 24)):
+        with jax.set_mesh(mesh((count,), "data")):
+            assert zeros().array.shape == (size,)
+
+
+# --- statics ----------------------------------------------------------------------------------------------------------
+
+
+def test_statics_are_keyed_with_their_type() -> None:
+    fn = ns.named_jit(lambda a, s: a * s)
+    x = jnp.arange(8, dtype=jnp.int32)
+    for value in (1, 1.0, True, 2, 2.0, np.int8(2), 1, 1.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = fn(x, value)
+        assert got.dtype == (x * value).dtype, repr(value)
+        assert same(got, x * value)
+    zero = ns.named_jit(lambda x, s: x * s)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        signs = [math.copysign(1, float(zero(jnp.float32(1), s))) for s in (0.0, -0.0, 0.0)]
+        assert signs == [1, -1, 1]
+        zero(jnp.float32(1), math.nan), zero(jnp.float32(1), float("nan"))
+    assert zero.report().traces == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    scale: Any
+    more: tuple[Any, ...] = ()
+
+
+class Scaled(eqx.Module):
+    weight: jax.Array
+    scale: Any = eqx.field(static=True)
+
+    def __call__(self, x):
+        return x * self.weight * (self.scale.scale if isinstance(self.scale, Config) else self.scale)
+
+    def nested(self, x):
+        value = self.scale
+        while not isinstance(value, int | float | complex | np.generic):
+            value = value[next(iter(value))] if isinstance(value, dict) else value[0]
+        return x * value
+
+
+def test_static_fields_are_told_apart_by_type_too() -> None:
+    fn = ns.named_jit(lambda m, x: m(x))
+    x, w = jnp.arange(8, dtype=jnp.int32), jnp.ones((), jnp.int32)
+    for value in (1, 1.0, True, 1, 1.0, Config(1), Config(1.0), Config(1)):
+        m = Scaled(w, value)
+        assert fn(m, x).dtype == m(x).dtype, value
+    assert fn.report().traces == 5
+    # Equal objects that are not the same one need no new trace.
+    fn(Scaled(w, Config(1)), x)
+    assert fn.report().traces == 5
+
+    deep = ns.named_jit(lambda m, x: m.nested(x))
+    for value in ((1, 2), (1.0, 2), ((1,),), ((1.0,),), (True, 2), (1, 2)):
+        assert deep(Scaled(w, value), x).dtype == Scaled(w, value).nested(x).dtype, value
+    signs = [math.copysign(1, float(deep(Scaled(w, (s,)), jnp.float32(1)))) for s in (0.0, -0.0)]
+    assert signs == [1, -1]
+
+    # A function that holds arrays, its store shared by structure.
+    for value in (1, 1.0, True):
+        assert ns.named_jit(Scaled(w, value))(x).dtype == Scaled(w, value)(x).dtype
+
+
+def test_keys_of_dicts_are_told_apart_by_type() -> None:
+    fn = ns.named_jit(lambda d: [type(k).__name__ for k in d])
+    assert [fn({k: jnp.ones(2)}) for k in (1, 1.0, True, 1)] == [["int"], ["float"], ["bool"], ["int"]]
+
+
+def test_numpy_scalars_are_arrays_and_python_numbers_get_a_hint() -> None:
+    def step(model, step):
+        return model * step
+
+    model = jnp.arange(8.0)
+    fn = ns.named_jit(step)
+    for n in range(4):
+        assert same(fn(model, jnp.int32(n)), counting(8) * n)
+    assert fn.report().traces == 1
+    for n in range(4):
+        assert same(fn(model, np.int32(n)), counting(8) * n)
+    assert fn.report().traces == 1
+    said: list[str] = []
+    for n in range(5):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert same(fn(model, n), counting(8) * n)
+        said.append("\n---\n".join(str(w.message) for w in found))
+    assert said == [
+        "",
+        "",
+        "step: argument step is a Python int and has had 3 distinct values; each of them compiles the function again\n"
+        "  fix: pass an array, e.g. jnp.asarray(step)",
+        "",
+        "",
+    ]
+    assert fn.report().traces == 6
+
+
+def test_leaves_of_all_kinds_are_static() -> None:
+    def act(x):
+        return x + 1
+
+    fn = ns.named_jit(lambda x, *rest, **named: (x, *rest, named))
+    rest = ("text", None, act, jax.nn.relu, np.float32, jnp.bfloat16, np.dtype("int8"), b"b", 1 + 2j, frozenset([1]))
+    for _ in range(2):
+        out = fn(counting(3), *rest, dtype=np.int32)
+        assert same(out[0], counting(3))
+        assert out[1:-1] == rest
+        assert out[-1] == {"dtype": np.int32}
+    assert fn.report().traces == 1
+    mlp = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    x = jnp.ones(2)
+    assert same(ns.named_jit(mlp)(x), jax.jit(lambda x: mlp(x))(x))
+
+
+def test_unhashable_statics_are_named_all_at_once() -> None:
+    class Bag:
+        __hash__ = None
+
+    @ns.named_jit
+    def step(model, other, x):
+        return x
+
+    with pytest.raises(ns.StaticArgumentError) as caught:
+        step({"a": Bag(), "fine": 3}, bytearray(b"x"), jnp.ones(3))
+    assert str(caught.value) == (
+        "step: 2 arguments cannot be used as static ones\n"
+        "  argument model['a'] is neither an array nor hashable: Bag\n"
+        "  argument other is neither an array nor hashable: bytearray\n"
+        "  fix: pass an array, or make it hashable (a tuple, a frozen dataclass)"
+    )
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+class Model(eqx.Module):
+    weight: hax.NamedArray
+
+    def __call__(self, x, *, shift=0):
+        return x * self.weight + shift
+
+    def method(self, x):
+        return x + self.weight
+
+    @ns.named_jit
+    def compiled(self, x, shift):
+        return x * self.weight + shift
+
+    @ns.named_jit(donate_args=(False, True))
+    def donating(self, x):
+        return x + self.weight
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.factor = 3
+
+    @ns.named_jit
+    def step(self, x):
+        return x * self.factor
+
+    def plain(self, x):
+        return x * self.factor
+
+
+def test_functions_that_hold_arrays_are_arguments_not_constants() -> None:
+    with jax.set_mesh(M42):
+        w, x = named(M42, "data", "model"), named(M42, "data")
+        first, second = Model(w), Model(w * 2)
+        for make in (
+            lambda m: ns.named_jit(m, MAPPING),
+            lambda m: ns.named_jit(m.__call__, MAPPING),
+            lambda m: ns.named_jit(jax.tree_util.Partial(lambda m, x: m(x), m), MAPPING),
+            lambda m: ns.named_jit(functools.partial(lambda m, x: m(x), m), MAPPING),
+        ):
+            one, two = make(first), make(second)
+            assert same(one(x), counting(8, 4) ** 2)
+            assert same(two(x), counting(8, 4) ** 2 * 2)
+            assert_exactly(two(x), M42, P("data", "model"))
+            # One structure, one program; the arrays are no part of it.
+            hlo = two.lower(x).as_text()
+            assert hlo.count("dense<") <= 1
+        assert same(ns.named_jit(first.method)(x), counting(8, 4) * 2)
+        assert same(ns.named_jit(first, MAPPING)(x, shift=1), counting(8, 4) ** 2 + 1)
+        assert same(ns.named_jit(functools.partial(lambda n, x: x * n, 3))(x), counting(8, 4) * 3)
+
+
+def test_methods() -> None:
+    x = jnp.arange(8.0)
+    model = Model(na(x, "batch"))
+    named_x = na(x, "batch")
+    assert same(model.compiled(named_x, 1), counting(8) ** 2 + 1)
+    assert same(model.compiled(named_x, shift=1), counting(8) ** 2 + 1)
+    assert same(Model.compiled(model, named_x, 1), counting(8) ** 2 + 1)
+    assert same(ns.named_jit(model.compiled)(named_x, 1), counting(8) ** 2 + 1)
+    assert isinstance(model.compiled.report(), ns.Report)
+    assert model.compiled.eval_shape(named_x, 1).array.shape == (8,)
+    assert same(model.compiled.lower(named_x, jnp.float32(1)).compile()(named_x, jnp.float32(1)), counting(8) ** 2 + 1)
+    fed = na(jnp.arange(8.0), "batch")
+    assert same(model.donating(fed), counting(8) * 2)
+    assert fed.array.is_deleted()
+    assert not model.weight.array.is_deleted()
+    trainer = Trainer()
+    assert same(trainer.step(x), counting(8) * 3)
+    assert same(ns.named_jit(trainer.plain)(x), counting(8) * 3)
+    assert Model.compiled.__name__ == "compiled"
+    assert repr(Model.compiled) == "named_jit(Model.compiled)"
+
+
+def test_wrapping_again_compiles_nothing_again() -> None:
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        return x + 1
+
+    for _ in range(20):
+        ns.named_jit(step, donate_args=[False])(jnp.ones(3))
+    assert len(traces) == 1
+    ns.named_jit(step)(jnp.ones(3))
+    assert len(traces) == 2
+    trainer = Trainer()
+    for _ in range(3):
+        again = ns.named_jit(trainer.plain)
+        again(jnp.ones(3))
+    assert again.report().traces == 1
+
+
+@pytest.mark.parametrize("make", [lambda t: lambda x: x * t.factor, lambda t: t.plain], ids=["closure", "method"])
+def test_a_function_is_not_kept_alive(make: Callable[[Trainer], Any]) -> None:
+    trainer = Trainer()
+    gone = weakref.ref(trainer)
+    fn = ns.named_jit(make(trainer))
+    assert same(fn(jnp.ones(3)), np.full(3, 3, np.float32))
+    del fn, trainer
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_calls, "MAX_CALLS", 8)
+    monkeypatch.setattr(_calls, "MAX_PROGRAMS", 8)
+    fn = ns.named_jit(lambda x: x + 1)
+    for n in range(40):
+        fn(jnp.ones(n % 20 + 1))
+        fn(jnp.ones(64))
+    store = fn._store
+    assert len(store.calls) <= 8 and len(store.programs) <= 8
+    report = fn.report()
+    # The one in use throughout was never forgotten: 1 + 40 of the others, which never fit.
+    assert (report.calls, report.traces, report.compiles) == (80, 41, 41)
+
+
+# --- how often it is traced -------------------------------------------------------------------------------------------
+
+
+def test_the_body_runs_once_per_signature() -> None:
+    fn = ns.named_jit(lambda x, y=None: x + 1, {"a": "data"})
+    with jax.set_mesh(M8):
+        for size in (8, 16, 8, 24, 16):
+            out = fn(na(counting(size), "a"))
+            assert_exactly(out, M8, P("data"))
+            assert same(out, counting(size) + 1)
+        assert fn.report() == ns.Report(calls=5, traces=3, compiles=3, reshards=0, bytes_moved=0)
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_results_fed_back_compile_nothing_again(kind: str) -> None:
+    fn = ns.named_jit(lambda state: {k: v + 1 for k, v in state.items()}, MAPPING)
+    with jax.set_mesh(ONE_OF_EACH[kind]):
+        state: Any = {"x": na(counting(8, 4), "batch embed"), "step": np.int32(0)}
+        for _ in range(4):
+            state = fn(state)
+        assert same(state["x"], counting(8, 4) + 4)
+        assert int(state["step"]) == 4
+        assert (fn.report().traces, fn.report().compiles) == (1, 1)
+
+
+def test_uncommitted_scalars_and_keys_fed_back() -> None:
+    step = ns.named_jit(lambda n, key: (n + 1, jax.random.fold_in(key, n)))
+    n, key = jnp.int32(0), jax.random.key(0)
+    with jax.set_mesh(M8):
+        for _ in range(5):
+            n, key = step(n, key)
+    assert int(n) == 5
+    assert (step.report().traces, step.report().compiles) == (1, 1)
+
+
+def test_equal_shardings_never_miss() -> None:
+    fn = ns.named_jit(lambda x: x + 1, {"batch": "data"})
+    for _ in range(5):
+        where = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+        with jax.set_mesh(where):
+            fn(na(jax.device_put(counting(8, 4), NamedSharding(where, P("data", None))), "batch embed"))
+    assert (fn.report().traces, fn.report().compiles) == (1, 1)
+
+
+def test_nothing_stale_when_mesh_mapping_shape_or_precision_change() -> None:
+    def step(x):
+        return x * 2
+
+    fn = ns.named_jit(step)
+    for where, mapping, spec in (
+        (M8, {"a": "data"}, P("data")),
+        (M8, {"a": None}, P()),
+        (M8_REVERSED, {"a": "data"}, P("data")),
+        (M42, {"a": "model"}, P("model")),
+        (M42, {"a": ("data", "model")}, P(("data", "model"))),
+        (E42, {"a": "model"}, P("model")),
+        (M8, {"a": "data"}, P("data")),
+    ):
+        with jax.set_mesh(where), ns.axis_mapping(mapping):
+            assert_exactly(fn(na(counting(8), "a")), where, spec)
+    assert fn.report().traces == 6
+    wide = ns.named_jit(lambda x: x * 2)
+    assert wide(np.arange(4)).dtype == np.int32
+    with jax.enable_x64(True):
+        assert wide(np.arange(4)).dtype == np.int64
+    assert wide(np.arange(4)).dtype == np.int32
+    # Structures of results that depend on rank.
+    shapes = ns.named_jit(lambda x: {"a": x} if x.ndim == 1 else {"a": x, "b": x})
+    assert [sorted(shapes(jnp.zeros((2,) * n))) for n in (1, 2, 1)] == [["a"], ["a", "b"], ["a"]]
+    double = ns.named_jit(lambda x: x * 2, {"a": "data"})
+    with jax.set_mesh(M8):
+        assert double(counting(3)).shape == (3,)
+        assert double(np.float32(2)).shape == ()
+
+
+def test_options_of_jax_that_change_the_structure() -> None:
+    fn = ns.named_jit(lambda x: {str(jax.config.jax_default_matmul_precision): x})
+    with jax.default_matmul_precision("highest"):
+        assert list(fn(jnp.ones(2))) == ["highest"]
+    assert list(fn(jnp.ones(2))) == ["None"]
+    with jax.default_matmul_precision("highest"):
+        assert list(fn(jnp.ones(2))) == ["highest"]
+
+
+def test_threads_share_programs_and_trace_once() -> None:
+    fn = ns.named_jit(lambda x: x * 2, {"a": "data"})
+    got: list[Any] = [None] * 8
+    start = threading.Barrier(8)
+
+    def work(n: int) -> None:
+        start.wait()
+        with jax.set_mesh(M8):
+            for _ in range(5):
+                got[n] = fn(na(counting(8) + n, "a"))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n in range(8):
+        assert_exactly(got[n], M8, P("data"))
+        assert same(got[n], (counting(8) + n) * 2)
+    assert fn.report().traces == 1
+
+
+def test_a_body_that_fails_is_traced_anew() -> None:
+    fail = [True]
+
+    @ns.named_jit
+    def step(x):
+        if fail[0]:
+            raise ValueError("not yet")
+        return x + 1
+
+    with pytest.raises(ValueError) as caught:
+        step(jnp.ones(3))
+    assert str(caught.value) == "not yet"
+    fail[0] = False
+    assert same(step(jnp.ones(3)), np.full(3, 2, np.float32))
+    with jax.disable_jit():
+        assert same(step(jnp.ones(3)), np.full(3, 2, np.float32))
+
+
+# --- around and inside ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_transformations_around_and_inside(kind: str) -> None:
+    where = ONE_OF_EACH[kind]
+    square = ns.named_jit(lambda x: x * x, MAPPING)
+
+    def total(x):
+        return (square(x) * 1.0).array.sum()
+
+    with jax.set_mesh(where):
+        x = ns.shard(na(counting(8, 4), "batch embed"), MAPPING)
+        double = counting(8, 4) * 2
+        assert_exactly(square(x), where, P("data", "model"))
+        for grad in (
+            eqx.filter_grad(total),
+            ns.named_jit(eqx.filter_grad(total), MAPPING),
+            eqx.filter_grad(ns.named_jit(total)),
+            ns.named_jit(eqx.filter_grad(jax.checkpoint(total)), MAPPING),
+            eqx.filter_grad(jax.checkpoint(ns.named_jit(total, MAPPING))),
+            jax.jit(lambda x: eqx.filter_grad(total)(x)),
+        ):
+            assert same(grad(x), double)
+        assert_exactly(ns.named_jit(eqx.filter_grad(total), MAPPING)(x), where, P("data", "model"))
+        # Inside of jit, and of itself.
+        assert same(jax.jit(lambda x: square(square(x)))(x), counting(8, 4) ** 4)
+        assert same(ns.named_jit(lambda x: square(x))(x), counting(8, 4) ** 2)
+
+        def layer(carry, w):
+            carry = square(carry)
+            return carry, carry
+
+        carry, ys = jax.lax.scan(
+            layer, ns.shard(na(np.ones((8, 4), np.float32), "batch embed"), MAPPING), jnp.arange(3)
+        )
+        assert same(carry, np.ones((8, 4), np.float32))
+        assert ys.array.shape == (3, 8, 4)
+        scanned = ns.named_jit(lambda x: jax.lax.scan(layer, x, jnp.arange(3))[0], MAPPING)
+        assert_exactly(scanned(x), where, P("data", "model"))
+
+
+def test_vmap_keeps_the_spec_on_its_axis() -> None:
+    row = ns.named_jit(lambda x: x * 2, {"embed": "model"})
+
+    def one(x):
+        return row(na(x, "embed")).array
+
+    with jax.set_mesh(M42):
+        x = jax.device_put(counting(8, 4), NamedSharding(M42, P("data", "model")))
+        for mapped in (jax.vmap(one), jax.jit(jax.vmap(one)), ns.named_jit(jax.vmap(one))):
+            out = mapped(x)
+            assert same(out, counting(8, 4) * 2)
+            assert "model" not in (out.sharding.spec[:1] or (None,))
+            assert out.sharding.spec[1] == "model"
+
+
+def test_a_closure_over_traced_values() -> None:
+    def outer(w):
+        inner = ns.named_jit(lambda x: x * w)
+        return inner(jnp.float32(2)) + inner(jnp.float32(3)) + inner(jnp.float32(2))
+
+    assert float(jax.grad(outer)(jnp.float32(1))) == 7.0
+    assert float(jax.jit(outer)(jnp.float32(2))) == 14.0
+    assert float(ns.named_jit(outer)(jnp.float32(2))) == 14.0
+
+
+def test_nested_calls_take_numpy_and_static_arguments() -> None:
+    inner = ns.named_jit(lambda x, table, n: x * table * n, {"a": "data"})
+    outer = ns.named_jit(lambda x: inner(x, na(counting(8), "a"), 2), {"a": "data"})
+    with jax.set_mesh(M8):
+        out = outer(na(counting(8), "a"))
+        assert_exactly(out, M8, P("data"))
+        assert same(out, counting(8) ** 2 * 2)
+
+
+def test_adapters_merge_as_partitions() -> None:
+    o, b, r = hax.Axis("o", 8), hax.Axis("b", 8), hax.Axis("r", 2)
+    mapping = {"b": "data", "o": "model"}
+    w, a, up = na(counting(8, 8), "o b"), na(counting(2, 8), "r b"), na(counting(8, 2), "o r")
+
+    class Adapted(eqx.Module):
+        w: hax.NamedArray
+        a: hax.NamedArray
+        up: hax.NamedArray
+
+    where = mesh((4, 2), "data model")
+    with jax.set_mesh(where):
+        model = ns.shard(Adapted(w, a, up), mapping)
+        adapters, base = eqx.partition(model, Adapted(w=False, a=True, up=True))
+
+        @ns.named_jit(axis_resources=mapping)
+        def merge(adapters, base, nothing):
+            m = eqx.combine(adapters, base)
+            product = m.up.array @ m.a.array
+            return hax.NamedArray(m.w.array + product, (o, b)), nothing
+
+        merged, nothing = merge(adapters, base, None)
+        assert nothing is None
+        assert_exactly(merged, where, P("model", "data"))
+        assert same(merged, counting(8, 8) + counting(8, 2) @ counting(2, 8))
+        assert r.size == 2
