@@ -163,7 +163,10 @@ def _params() -> Any:
     return jax.tree.map(lambda x: x, dense(jr.PRNGKey(1)))
 
 
-CATALOGUE["optimizer_state"] = lambda: (optax.adamw(1e-3, mu_dtype=jnp.bfloat16).init, (eqx.filter(_params(), eqx.is_array),))
+CATALOGUE["optimizer_state"] = lambda: (
+    optax.adamw(1e-3, mu_dtype=jnp.bfloat16).init,
+    (eqx.filter(_params(), eqx.is_array),),
+)
 
 
 @model

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from namedshard import _exchange as ex
-from namedshard._moves import Bounds
+from namedshard._boxes import Bounds
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -77,8 +77,6 @@ def test_structs_with_a_sharding_are_checked_like_arrays() -> None:
         )
         right = struct((8, 4), "batch embed", sharding=NamedSharding(M8, P(None, None)))
         assert step.lower(right).compile()(na(put(counting(8, 4), M8), "batch embed")).array.shape == (8, 4)
-        with pytest.raises(ns.NoMeshError), jax.sharding.use_abstract_mesh(M8.abstract_mesh):
-            raise ns.NoMeshError("")
 
 
 def test_eval_shape_gives_shapes_types_and_planned_shardings() -> None:
@@ -133,7 +131,7 @@ def test_explain_says_who_placed_each_output() -> None:
 def test_a_compiled_function_refuses_other_arguments() -> None:
     @ns.named_jit(axis_resources=MAPPING)
     def step(x, more, n):
-        return x
+        return x * 1 + (more["w"] + more["u"]).sum() * 0, more["v"]
 
     with jax.set_mesh(M42):
         x = ns.shard(na(counting(8, 4), "batch embed"), MAPPING)
@@ -143,7 +141,7 @@ def test_a_compiled_function_refuses_other_arguments() -> None:
             "u": put(counting(8), M42),
         }
         compiled = step.lower(x, more, 1).compile()
-        assert bits(compiled(x, more, 1).array) == bits(counting(8, 4))
+        assert bits(compiled(x, more, 1)[0].array) == bits(counting(8, 4))
 
         assert told(TypeError, compiled, x, more, 2) == text(
             "step: static arguments have other values than those it was lowered for",
@@ -177,8 +175,8 @@ def test_a_compiled_function_refuses_other_arguments() -> None:
         ) == text(
             "step: 4 of 4 argument leaves are not placed as the call needs",
             "x: [axis sizes] mesh axes ('data'=2, 'model'=4), but expected ('data'=4, 'model'=2); a move costs 128 B",
-            "more['u']: [committed to one device] committed to one device, 1, but expected on [0, 1, 2, 3, 4, 5, 6, 7]; a"
-            " move costs 32 B",
+            "more['u']: [committed to one device] committed to one device, 1, but expected on [0, 1, 2, 3, 4, 5, 6, 7];"
+            " a move costs 32 B",
             "more['v']: [memory kind] memory kind 'device', but expected 'pinned_host'; a move costs 32 B",
             "more['w']: [spec] spec P(), but expected P('data',); a move costs 32 B",
             "fix: place them as they were when it was lowered, or lower it again for these arguments",

@@ -315,7 +315,7 @@ def test_messages() -> None:
         "  fix: select more leaves with where, shard the states over more devices, or allow more bytes"
     )
     assert message_of(lambda: ns.offload_optimizer(optax.adam(1e-3), fit="lots"), ValueError) == (
-        "'lots' is not a size: use a number of bytes, or text like \"1GiB\" or \"500MB\""
+        '\'lots\' is not a size: use a number of bytes, or text like "1GiB" or "500MB"'
     )
 
 

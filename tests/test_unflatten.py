@@ -130,7 +130,7 @@ def test_equal_to_jaxs_own(name: str) -> None:
 def nodes(tree: Any) -> list[Any]:
     """All nodes, outermost first."""
     children = jax.tree_util.tree_leaves(tree, is_leaf=lambda n: n is not tree)
-    if children == [tree] or (len(children) == 1 and children[0] is tree):
+    if len(children) == 1 and children[0] is tree:
         return [tree]
     return [tree, *(n for child in children for n in nodes(child))]
 

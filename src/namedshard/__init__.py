@@ -1,7 +1,4 @@
-"""Axis names to placements: shard, compile and load JAX models with named axes.
-
-See https://github.com/namedshard/namedshard for the documentation.
-"""
+"""Axis names to placements: shard, compile and load JAX models with named axes."""
 
 from namedshard._best_effort import best_effort_sharding as best_effort_sharding
 from namedshard._errors import AmbiguousMeshError as AmbiguousMeshError
@@ -38,7 +35,7 @@ from namedshard._fsdp import fsdp as fsdp
 from namedshard._gather import iter_to_host as iter_to_host
 from namedshard._gather import to_host as to_host
 from namedshard._jit import NamedJit as NamedJit
-from namedshard._jit import Report as Report
+from namedshard._calls import Report as Report
 from namedshard._jit import named_jit as named_jit
 from namedshard._mapping import AxisMapping as AxisMapping
 from namedshard._mapping import axis_mapping as axis_mapping
@@ -66,3 +63,69 @@ from namedshard._specs import pspec_for as pspec_for
 from namedshard._specs import round_axis_for_partitioning as round_axis_for_partitioning
 from namedshard._specs import sharding_for as sharding_for
 from namedshard._sync import collective_timeout as collective_timeout
+
+__all__ = [
+    "AmbiguousMeshError",
+    "AxisChoice",
+    "AxisMapping",
+    "CheckpointError",
+    "DeletedArrayError",
+    "DonationError",
+    "ExchangeError",
+    "Explanation",
+    "HeaderError",
+    "HostValueError",
+    "IgnoredTransferError",
+    "IndivisibleAxisError",
+    "LeafPlan",
+    "Lint",
+    "LocalArrayError",
+    "MappingError",
+    "MemoryKindError",
+    "MeshAxisConflictError",
+    "MeshAxisNotFoundError",
+    "MismatchError",
+    "MissingTensorError",
+    "MixedAxesError",
+    "NamedJit",
+    "NamedShardError",
+    "NarrowingError",
+    "NoCandidateError",
+    "NoMappingError",
+    "NoMeshError",
+    "OffloadError",
+    "OutOfStepError",
+    "PlaceError",
+    "Plan",
+    "PlanError",
+    "Report",
+    "Route",
+    "Row",
+    "StaticArgumentError",
+    "TensorInfo",
+    "Totals",
+    "TracedMoveError",
+    "auto_sharded",
+    "axis_mapping",
+    "best_effort_sharding",
+    "carried_mapping",
+    "collective_timeout",
+    "explain",
+    "first",
+    "fsdp",
+    "iter_to_host",
+    "load_safetensors",
+    "named_jit",
+    "offload",
+    "offload_optimizer",
+    "physical_axis_size",
+    "plan",
+    "pspec_for",
+    "read_header",
+    "round_axis_for_partitioning",
+    "save_safetensors",
+    "shard",
+    "sharding_for",
+    "to_host",
+    "with_mapping",
+]

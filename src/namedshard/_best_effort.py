@@ -33,7 +33,10 @@ def best_effort_spec(shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
 
 
 def best_effort_sharding(
-    shape: Sequence[int] | Any, *, mesh: MeshLike | None = None, devices: Sequence[jax.Device] | np.ndarray | None = None
+    shape: Sequence[int] | Any,
+    *,
+    mesh: MeshLike | None = None,
+    devices: Sequence[jax.Device] | np.ndarray | None = None,
 ) -> NamedSharding | None:
     """A sharding for an array whose dimensions have no names.
 

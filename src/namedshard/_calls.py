@@ -6,15 +6,51 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-import jax
 from jax.sharding import NamedSharding
 
+from namedshard._mapping import AxisMapping
 from namedshard._programs import Program
+from namedshard._types import PyTreeDef
 
 MAX_CALLS = 4096
 MAX_PROGRAMS = 1024
+
+
+OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What a compiled function has done so far.
+
+    Attributes:
+        calls: Calls that ran.
+        traces: Runs of the function's Python body.
+        compiles: Executables made.
+        reshards: Arguments moved by ``on_mismatch="reshard"``.
+        bytes_moved: Bytes of these.
+    """
+
+    calls: int
+    traces: int
+    compiles: int
+    reshards: int
+    bytes_moved: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What `named_jit` was told, apart from the function."""
+
+    axis_resources: AxisMapping | None
+    in_axis_resources: AxisMapping | None
+    out_axis_resources: AxisMapping | None
+    donate_args: Any
+    donate_kwargs: Any
+    on_mismatch: OnMismatch
+    jit_kwargs: tuple[tuple[str, Any], ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -124,7 +160,7 @@ def weakly(fn: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     return found
 
 
-def store_of_structure(treedef: jax.tree_util.PyTreeDef, options: Hashable) -> Store:
+def store_of_structure(treedef: PyTreeDef, options: Hashable) -> Store:
     """One store for functions that hold arrays and have one structure; the oldest of 256 are forgotten."""
     try:
         store = _by_structure.setdefault((treedef, options), Store())

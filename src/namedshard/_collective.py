@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from namedshard import _boxes as boxes
 from namedshard import _exchange as ex
 from namedshard import _jaxcompat as compat
 from namedshard import _moves as moves
@@ -129,7 +130,7 @@ def raw_ndim(x: jax.Array) -> int:
     return raw(x).ndim
 
 
-def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[moves.Bounds, np.ndarray]) -> jax.Array:
+def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]) -> jax.Array:
     """An array of pieces of this process, in the form (keys, weak type) that the source has."""
     if not isinstance(x, jax.Array):
         return _of_pieces(tuple(x.shape), jax.dtypes.canonicalize_dtype(moves.native(x.dtype)), want, pieces)
@@ -141,7 +142,7 @@ def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[moves.Bounds, np.ndarr
 
 
 def _of_pieces(
-    shape: tuple[int, ...], dtype: Any, want: NamedSharding, pieces: Mapping[moves.Bounds, np.ndarray]
+    shape: tuple[int, ...], dtype: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]
 ) -> jax.Array:
     if not want.addressable_devices:
         return jax.make_array_from_single_device_arrays(shape, want, [], dtype=dtype)
@@ -154,12 +155,12 @@ def _from_host(move: moves.Move) -> None:
     value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
     dtype = jax.dtypes.canonicalize_dtype(moves.native(value.dtype))
     want = _raw_sharding(x, move.want) if isinstance(x, jax.Array) else move.want
-    pieces: dict[moves.Bounds, np.ndarray] = {}
+    pieces: dict[boxes.Bounds, np.ndarray] = {}
     for index in want.addressable_devices_indices_map(value.shape).values():
-        box = moves.bounds_of(index or (), value.shape)
+        box = boxes.bounds_of(index or (), value.shape)
         if box not in pieces:
-            pieces[box] = moves.aligned_empty(tuple(b - a for a, b in box), dtype)
-            moves.copy_overlap(pieces[box], box, value, ex.whole(value.shape))
+            pieces[box] = boxes.aligned_empty(tuple(b - a for a, b in box), dtype)
+            boxes.copy_overlap(pieces[box], box, value, ex.whole(value.shape))
     move.result = _rebuilt(x, move.want, pieces)
     if move.donate:
         x.delete()
@@ -170,14 +171,14 @@ def _exchange_moves(work: Sequence[moves.Move]) -> None:
     arrays = [raw(m.value) for m in work]
     wanted = [_raw_sharding(m.value, m.want) for m in work]
     targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, arrays, strict=True)]
-    buffers: dict[tuple[int, moves.Bounds], np.ndarray] = {}
+    buffers: dict[tuple[int, boxes.Bounds], np.ndarray] = {}
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         for box, devices in target.holders.items():
             if any(d.process_index == me for d in devices):
-                buffers[i, box] = moves.aligned_empty(tuple(b - a for a, b in box), x.dtype)
+                buffers[i, box] = boxes.aligned_empty(tuple(b - a for a, b in box), x.dtype)
     crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
     exchange(arrays, targets, buffers, CHUNK_BYTES * crowd)
-    pieces: list[dict[moves.Bounds, np.ndarray]] = [{} for _ in work]
+    pieces: list[dict[boxes.Bounds, np.ndarray]] = [{} for _ in work]
     for (i, box), buffer in buffers.items():
         pieces[i][box] = buffer
     for move, made in zip(work, pieces, strict=True):
@@ -189,7 +190,7 @@ def _exchange_moves(work: Sequence[moves.Move]) -> None:
 def exchange(
     arrays: Sequence[jax.Array],
     targets: Sequence[ex.Layout],
-    buffers: Mapping[tuple[int, moves.Bounds], np.ndarray],
+    buffers: Mapping[tuple[int, boxes.Bounds], np.ndarray],
     budget: int,
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
@@ -209,17 +210,17 @@ def exchange(
     schedule = ex.schedule(changes, jax.process_index(), budget)
     shards: dict[int, dict[jax.Device, Any]] = {}
 
-    def read(leaf: int, piece: ex.Piece, box: moves.Bounds) -> np.ndarray:
+    def read(leaf: int, piece: ex.Piece, box: boxes.Bounds) -> np.ndarray:
         if leaf not in shards:
             shards[leaf] = {s.device: s.data for s in arrays[leaf].addressable_shards}
         within = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(box, piece.source_box, strict=True))
         return moves.host_piece(shards[leaf][piece.source], within)
 
-    def write(leaf: int, piece: ex.Piece, box: moves.Bounds, data: np.ndarray) -> None:
+    def write(leaf: int, piece: ex.Piece, box: boxes.Bounds, data: np.ndarray) -> None:
         buffers[leaf, piece.target_box][ex.local_box(box, piece.target_box)] = data
 
     for leaf, piece in schedule.local:
-        limit = max(1, budget // arrays[leaf].dtype.itemsize)
+        limit = max(budget, ex.SMALLEST_SLOT) // arrays[leaf].dtype.itemsize
         size = ex.elements(piece.box)
         for first in range(0, size, limit):
             for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
@@ -241,7 +242,7 @@ def _run_phase(
     me = jax.process_index()
     program = _program(schedule.devices, phase.rounds, phase.slot_bytes)
     mine = [i for i, d in enumerate(schedule.devices) if d.process_index == me]
-    outgoing = [{i: moves.aligned_empty((1, phase.slot_bytes), np.uint8) for i in mine} for _ in phase.rounds]
+    outgoing = [{i: boxes.aligned_empty((1, phase.slot_bytes), np.uint8) for i in mine} for _ in phase.rounds]
     for step in range(phase.steps):
         start = phase.start + step * phase.slot_bytes
         stop = start + phase.slot_bytes

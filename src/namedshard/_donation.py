@@ -9,6 +9,7 @@ import jax
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DonationError, message
 from namedshard._programs import Output
+from namedshard._types import Tracer
 
 
 def _leaf_mask(spec: Any, value: Any) -> list[bool]:
@@ -108,7 +109,7 @@ def check_donatable(
     lines: list[str] = []
     for n in donate:
         x = arrays[n]
-        if isinstance(x, jax.core.Tracer) or getattr(x, "sharding", None) is None:
+        if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
             continue
         alike = [o for o in outputs if o.shape == x.shape and o.dtype == x.dtype]
         if not alike or any(_fits(x, o) for o in alike):

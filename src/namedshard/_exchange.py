@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import Sharding
 
-from namedshard._moves import Bounds, bounds_of
+from namedshard._boxes import Bounds, bounds_of
 
 ALIGNMENT = 16
 SMALLEST_SLOT = 1 << 12

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from namedshard import _jaxcompat as compat
+from namedshard._types import Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,11 +65,11 @@ def _found(jaxpr: Any, known: Known, check: Callable[[Any, int, Known], str | No
     return list(found)
 
 
-def _platform_and_ids(devices: Sequence[jax.Device]) -> str:
+def _platform_and_ids(devices: Sequence[Device]) -> str:
     return f"{devices[0].platform} devices {[d.id for d in devices]}"
 
 
-def ignored_transfers(jaxpr: Any, traced: Sequence[jax.Device], fixed: bool) -> list[Transfer]:
+def ignored_transfers(jaxpr: Any, traced: Sequence[Device], fixed: bool) -> list[Transfer]:
     """All ``device_put``s, nested ones included, to a device, order or platform outside of the traced devices.
 
     Transfers between memory spaces, which do work, pass. ``fixed``: some argument or the mesh decides the devices; if

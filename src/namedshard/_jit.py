@@ -4,17 +4,15 @@ A call flattens its arguments once, looks the program up by structure, avals and
 checks happen when a signature is new.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, overload
 
 import jax
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._calls import Call, store_of_function, store_of_structure, weakly
+from namedshard._calls import Call, OnMismatch, Options, Report, store_of_function, store_of_structure, weakly
 from namedshard._donation import check_donatable, check_live, check_shared, donation_mask
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
 from namedshard._leaves import Leaf, is_array_like
@@ -24,43 +22,10 @@ from namedshard._place import place_leaves
 from namedshard._programs import Program, check_trace, make_program, program_key
 from namedshard._stages import Lowered
 from namedshard._statics import check_hashable, held_values, number_types, same_objects, signature, static_key
+from namedshard._types import PyTree, PyTreeDef, Tracer
 from namedshard._validate import argument_leaves, expectations, holder_of, mapping_in_fix, mismatch_text
 
-OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
-
 _NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Report:
-    """What a compiled function has done so far.
-
-    Attributes:
-        calls: Calls that ran.
-        traces: Runs of the function's Python body.
-        compiles: Executables made.
-        reshards: Arguments moved by ``on_mismatch="reshard"``.
-        bytes_moved: Bytes of these.
-    """
-
-    calls: int
-    traces: int
-    compiles: int
-    reshards: int
-    bytes_moved: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What `named_jit` was told, apart from the function."""
-
-    axis_resources: AxisMapping | None
-    in_axis_resources: AxisMapping | None
-    out_axis_resources: AxisMapping | None
-    donate_args: Any
-    donate_kwargs: Any
-    on_mismatch: OnMismatch
-    jit_kwargs: tuple[tuple[str, Any], ...]
 
 
 class NamedJit:
@@ -134,7 +99,7 @@ class NamedJit:
         self,
         key: tuple[Any, ...],
         leaves: Sequence[Any],
-        treedef: jax.tree_util.PyTreeDef,
+        treedef: PyTreeDef,
         mapping: AxisMapping | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -185,7 +150,7 @@ class NamedJit:
     def _make(
         self,
         leaves: Sequence[Any],
-        treedef: jax.tree_util.PyTreeDef,
+        treedef: PyTreeDef,
         mapping: AxisMapping | None,
         mesh: MeshLike | None,
         args: tuple[Any, ...],
@@ -282,7 +247,7 @@ class NamedJit:
         lines: list[str] = []
         for x, output in zip(out, call.program.outputs, strict=True):
             asked = output.asked
-            if asked is None or not x.size or isinstance(x, jax.core.Tracer) or not isinstance(asked.mesh, Mesh):
+            if asked is None or not x.size or isinstance(x, Tracer) or not isinstance(asked.mesh, Mesh):
                 continue
             have = x.sharding
             if have.memory_kind != asked.memory_kind:
@@ -335,7 +300,6 @@ class NamedJit:
             NamedShardError: As a call does.
         """
         program = self._abstract(args, kwargs)[0].program
-        assert program.build is not None
         return program.build(
             [jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=o.asked, weak_type=o.weak_type) for o in program.outputs]
         )
@@ -391,7 +355,7 @@ class BoundNamedJit:
 
 
 def _can_be_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 def _frozen(spec: Any) -> Any:
@@ -503,6 +467,8 @@ def named_jit(
         on_mismatch,
         tuple(sorted(jit_kwargs.items())),
     )
-    if fn is None:
-        return lambda function: NamedJit(function, options)
-    return NamedJit(fn, options)
+
+    def wrap(function: Callable[..., Any]) -> NamedJit:
+        return NamedJit(function, options)
+
+    return wrap if fn is None else wrap(fn)

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import haliax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
@@ -59,11 +60,9 @@ def _stop(x: Any) -> bool:
 
 @functools.cache
 def _jax_can_hold(dtype: Any) -> bool:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return True
-    return jax.dtypes.issubdtype(dtype, np.bool_) or (
-        jax.dtypes.issubdtype(dtype, np.number) and dtype.char not in _NO_JAX_DTYPE
-    )
+    return jnp.issubdtype(dtype, np.bool_) or (jnp.issubdtype(dtype, np.number) and dtype.char not in _NO_JAX_DTYPE)
 
 
 # timedelta64, long double and its complex: numbers to numpy alone.
@@ -115,9 +114,9 @@ def _without_placeholders(leaves: list[Leaf]) -> list[Leaf]:
     named = [leaf for leaf in leaves if leaf.names]
     longer = {n for leaf in named for n, size in zip(leaf.names or (), leaf.value.shape, strict=True) if size != 1}
     for i in ones:
-        names = leaves[i].names or ()
-        if names[0] in longer:
-            note = f"axis {names[0]} has another size in the other leaves; left as it is"
+        (name,) = leaves[i].names or ("",)
+        if name in longer:
+            note = f"axis {name} has another size in the other leaves; left as it is"
             leaves[i] = dataclasses.replace(leaves[i], names=None, note=note)
     return leaves
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from namedshard import _jaxcompat as compat
 from namedshard._errors import human_bytes, message
 from namedshard._mesh import describe
+from namedshard._types import Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Mismatch:
     moved_bytes: int
 
 
-def _ids(devices: Sequence[jax.Device]) -> str:
+def _ids(devices: Sequence[Device]) -> str:
     ids = [d.id for d in devices]
     if len(ids) > 16:
         return f"[{', '.join(map(str, ids[:6]))}, ... {ids[-1]}] ({len(ids)} devices)"

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _jaxcompat as compat
+from namedshard._boxes import Bounds, aligned_empty, bounds_of, distinct_shards, raw_bounds, recipe
 from namedshard._errors import MixedAxesError, NarrowingError, TracedMoveError, at, count_of, message, warn_user
 from namedshard._mesh import MeshLike
 from namedshard._route import Placement, Route
@@ -154,7 +154,7 @@ def _trace(moves: Sequence[Move], manual: frozenset[str]) -> None:
 
 def native(dtype: Any) -> Any:
     """The dtype in this machine's byte order, which is the only one that JAX takes."""
-    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).newbyteorder("=")
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).newbyteorder("=")
 
 
 def _largest(value: Any) -> float:
@@ -205,7 +205,8 @@ def _from_host(moves: Sequence[Move]) -> None:
             source = np.asarray(value)
             whole = tuple((0, n) for n in source.shape)
             kept = jax.dtypes.canonicalize_dtype(native(source.dtype))
-            move.result = _build(source.shape, kept, move.want, [(whole, source)])
+            with np.errstate(over="ignore"):
+                move.result = _build(source.shape, kept, move.want, (whole,), [source])
     _put(rest, [m.value if isinstance(m.value, jax.Array) else _own_copy(m.value) for m in rest])
 
 
@@ -243,53 +244,31 @@ def _on_cpu(sharding: Sharding) -> bool:
     return all_cpu(sharding.device_set)
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Host memory aligned so that a CPU device takes it over instead of copying it."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-Bounds = tuple[tuple[int, int], ...]
-
-
-def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    """Start and stop of each dimension."""
-    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-
-
-def copy_overlap(target: np.ndarray, at: Bounds, source: np.ndarray, source_at: Bounds) -> None:
-    """Copy what two boxes of one array share from one box to the other."""
-    overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, source_at, strict=True)]
-    if all(lo < hi for lo, hi in overlap):
-        into = tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(overlap, at, strict=True))
-        out_of = tuple(slice(lo - c, hi - c) for (lo, hi), (c, _) in zip(overlap, source_at, strict=True))
-        with np.errstate(over="ignore"):
-            target[into] = source[out_of]
-
-
 def _build(
-    shape: tuple[int, ...], dtype: Any, want: NamedSharding, pieces: Sequence[tuple[Bounds, np.ndarray]]
+    shape: tuple[int, ...], dtype: Any, want: NamedSharding, sources: tuple[Bounds, ...], values: Sequence[np.ndarray]
 ) -> jax.Array:
     """An array from pieces in this host's memory: one copy, no whole array in between, nothing aliased."""
-    made: dict[Bounds, np.ndarray] = {}
+    pieces = recipe(shape, sources, want)
+    made: list[np.ndarray | None] = [None] * len(pieces)
 
     def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-        bounds = bounds_of(index or (), shape)
-        if bounds not in made:
-            made[bounds] = aligned_empty(tuple(b - a for a, b in bounds), dtype)
-            for source_bounds, source in pieces:
-                copy_overlap(made[bounds], bounds, source, source_bounds)
-        return made[bounds]
+        wanted = pieces[raw_bounds(index or ())]
+        target = made[wanted.number]
+        if target is None:
+            target = made[wanted.number] = aligned_empty(wanted.shape, dtype)
+            for source, (into, out_of) in wanted.cuts:
+                target[into] = values[source][out_of]
+        return target
 
     return jax.make_array_from_callback(shape, want, piece, dtype=dtype)
 
 
 def _rebuild(move: Move) -> None:
     x = move.value
-    sources = {bounds_of(s.index, x.shape): s for s in x.addressable_shards}
-    move.result = _build(x.shape, x.dtype, move.want, [(b, np.asarray(s.data)) for b, s in sources.items()])
+    distinct = distinct_shards(x.shape, x.sharding)
+    shards = {s.device: s for s in x.addressable_shards}
+    values = [np.asarray(shards[device].data) for device in distinct.values()]
+    move.result = _build(x.shape, x.dtype, move.want, tuple(distinct), values)
     if move.donate:
         x.delete()
 

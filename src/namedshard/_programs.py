@@ -18,6 +18,7 @@ from namedshard._mesh import MeshLike, manual_axes, resolve_mesh
 from namedshard._place import place_leaves
 from namedshard._plan import plan_leaves
 from namedshard._statics import static_key
+from namedshard._types import Device, PyTreeDef, Tracer
 from namedshard._unflatten import Builder, unflattener
 from namedshard._validate import traced_devices
 
@@ -32,6 +33,10 @@ class Output:
     dtype: Any
     weak_type: bool
     memory_kind: str
+
+
+def _untraced(_: Sequence[Any]) -> Any:
+    raise AssertionError("a program knows its results once it is traced")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -55,7 +60,7 @@ class Program:
     """
 
     name: str
-    treedef: jax.tree_util.PyTreeDef
+    treedef: PyTreeDef
     statics: tuple[Any, ...]
     arrays: tuple[int, ...] | None
     donate: tuple[int, ...]
@@ -66,7 +71,7 @@ class Program:
     checked: bool = False
     outputs: tuple[Output, ...] = ()
     empty: tuple[tuple[int, NamedSharding], ...] = ()
-    build: Builder | None = None
+    build: Builder = _untraced
 
     def picked(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves that go in."""
@@ -74,14 +79,13 @@ class Program:
 
     def finish(self, out: Sequence[Any]) -> Any:
         """The function's result from the flat outputs."""
-        assert self.build is not None
-        if self.empty and not any(isinstance(out[n], jax.core.Tracer) for n, _ in self.empty):
+        if self.empty and not any(isinstance(out[n], Tracer) for n, _ in self.empty):
             out = place_leaves([o.path for o in self.outputs], out, self.empty)
         return self.build(out)
 
 
 def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return x.aval
     weak = bool(getattr(x, "weak_type", False))
     sharding = placed if placed is not None or isinstance(x, jax.Array) else getattr(x, "sharding", None)
@@ -115,7 +119,7 @@ def program_key(walked: Sequence[Leaf], placed: Sequence[NamedSharding | None]) 
 def make_program(
     name: str,
     fn: Callable[[], Callable[..., Any]] | None,
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: PyTreeDef,
     leaves: Sequence[Any],
     donate_mask: Sequence[bool],
     mapping: AxisMapping | None,
@@ -229,7 +233,7 @@ def check_trace(program: Program, values: Sequence[Any]) -> str | None:
     )
 
 
-def _raise_ignored(name: str, found: Sequence[Transfer], devices: Sequence[jax.Device]) -> None:
+def _raise_ignored(name: str, found: Sequence[Transfer], devices: Sequence[Device]) -> None:
     noun = "device_put" if len(found) == 1 else "device_puts"
     raise IgnoredTransferError(
         message(

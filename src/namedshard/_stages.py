@@ -11,7 +11,6 @@ from namedshard import _jaxcompat as compat
 from namedshard._calls import Call
 from namedshard._donation import check_live, check_shared
 from namedshard._errors import MismatchError, message
-from namedshard._leaves import is_array_like
 from namedshard._mismatch import compare, mismatch_message
 from namedshard._place import place_leaves
 from namedshard._statics import held_values, number_types, static_key
@@ -121,7 +120,8 @@ class Compiled(_Stage):
             ) from None
 
     def _check_places(self, values: Sequence[Any]) -> None:
-        wanted = jax.tree_util.tree_leaves(self._stage.input_shardings)
+        # None stands for arguments that nothing depends on.
+        wanted = jax.tree_util.tree_leaves(self._stage.input_shardings, is_leaf=lambda x: x is None)
         found: list[Any] = []
         fixes: list[str] = []
         for path, want, x in zip(self._call.paths, wanted, values, strict=True):

@@ -18,6 +18,7 @@ import numpy as np
 from namedshard import _jaxcompat as compat
 from namedshard._errors import StaticArgumentError, message
 from namedshard._leaves import Leaf, is_array_like
+from namedshard._types import PyTreeDef, Tracer
 
 _PLAIN = frozenset([int, bool, str, bytes, type(None), type, types.FunctionType, types.BuiltinFunctionType])
 """Types whose values need no second look: not array-like, and equal only if they are of one type and value."""
@@ -39,7 +40,7 @@ def static_key(x: Any) -> Hashable:
 def _other(x: Any) -> Hashable:
     if type(x) in _PLAIN:
         return type(x), x
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return x.aval
     if isinstance(x, jax.Array):
         return x.aval, x.sharding, x.committed
@@ -56,7 +57,7 @@ def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
 # --- values that a structure holds ------------------------------------------------------------------------------------
 
 
-def held_values(treedef: jax.tree_util.PyTreeDef) -> list[Any]:
+def held_values(treedef: PyTreeDef) -> list[Any]:
     """The metadata of all nodes in a row: static fields, keys."""
     found: list[Any] = []
 

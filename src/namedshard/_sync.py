@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, message
+from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, at, message
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -53,7 +53,7 @@ _GRACE = 30.0
 
 
 @contextlib.contextmanager
-def collective_timeout(seconds: float) -> Iterator[None]:
+def collective_timeout(seconds: int | float) -> Iterator[None]:
     """How long to wait for the other processes to make the same call, in this thread.
 
     The default is 60 s, or the environment variable ``NAMEDSHARD_COLLECTIVE_TIMEOUT``.
@@ -239,9 +239,7 @@ def _compare(what: str, names: Sequence[str], everyone: Sequence[Sequence[Line]]
         if name != names[0]:
             raise _out_of_step(what, f"process 0 calls {names[0]}", f"process {p} calls {name}")
         if len(lines) != len(everyone[0]):
-            raise _out_of_step(
-                what, f"process 0 has {len(everyone[0])} leaves to move", f"process {p} has {len(lines)}"
-            )
+            raise _out_of_step(what, *_first_without_partner(everyone[0], p, lines))
     local: set[int] = set()
     differing: list[str] = []
     for i, first in enumerate(everyone[0]):
@@ -252,7 +250,7 @@ def _compare(what: str, names: Sequence[str], everyone: Sequence[Sequence[Line]]
         if (first.path, first.kind, first.target) != (other.path, other.kind, other.target):
             raise _out_of_step(what, f"process 0: {_say(first)}", f"process {p}: {_say(other)}")
         if all(line.host for line in theirs):
-            differing.append(f"{first.path}: process {p} has another value than process 0")
+            differing.append(f"{at(first.path)}: process {p} has another value than process 0")
         elif all(line.local for line in theirs):
             local.add(i)
         else:
@@ -270,9 +268,19 @@ def _compare(what: str, names: Sequence[str], everyone: Sequence[Sequence[Line]]
     return frozenset(local)
 
 
+def _first_without_partner(first: Sequence[Line], p: int, other: Sequence[Line]) -> tuple[str, str]:
+    i = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a.path != b.path), None)
+    if i is not None:
+        return f"process 0: {_say(first[i])}", f"process {p}: {_say(other[i])}"
+    more = max(first, other, key=len)[min(len(first), len(other))]
+    nothing = "no more leaves"
+    here, there = (_say(more), nothing) if len(first) > len(other) else (nothing, _say(more))
+    return f"process 0: {here}", f"process {p}: {there}"
+
+
 def _say(line: Line) -> str:
     source = "a host value" if line.host else line.source
-    return f"{line.path}: {line.kind} from {source}" + (f" to {line.target}" if line.target else "")
+    return f"{at(line.path)}: {line.kind} from {source}" + (f" to {line.target}" if line.target else "")
 
 
 def _out_of_step(what: str, *lines: str) -> OutOfStepError:
@@ -292,7 +300,7 @@ def refuse_local(what: str, paths: Sequence[str]) -> None:
             message(
                 f"{what}: {len(paths)} {'leaf is' if len(paths) == 1 else 'leaves are'} not one global array: each"
                 " process passes its own, committed to its own devices",
-                paths,
+                map(at, paths),
                 fix="pass numpy (the same value on every process), or build a global array with"
                 " jax.make_array_from_process_local_data",
             )

@@ -57,3 +57,7 @@ class PyTreeDef(Protocol):
     def flatten_up_to(self, tree: Any, /) -> list[Any]:
         """The subtrees of a tree at this structure's leaves."""
         ...
+
+    def walk(self, at_node: Any, at_leaf: Any, leaves: Any, /) -> Any:
+        """Calls ``at_node`` with the children and the metadata of each node."""
+        ...

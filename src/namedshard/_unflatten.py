@@ -11,6 +11,8 @@ import equinox as eqx
 import jax
 from haliax import NamedArray
 
+from namedshard._types import PyTreeDef
+
 Builder = Callable[[Sequence[Any]], Any]
 
 
@@ -98,7 +100,7 @@ def _build_instance(node: Any) -> tuple[Builder, bool]:
     return build, False
 
 
-def unflattener(treedef: jax.tree_util.PyTreeDef) -> Builder:
+def unflattener(treedef: PyTreeDef) -> Builder:
     """A function from leaves to the tree of this structure; equal to ``treedef.unflatten`` in every respect."""
     slots = [_Slot(i) for i in range(treedef.num_leaves)]
     try:

@@ -17,6 +17,7 @@ from namedshard._mesh import MeshLike, manual_axes
 from namedshard._mismatch import Mismatch, compare, compare_devices, mismatch_message
 from namedshard._plan import LeafPlan, plan_leaves
 from namedshard._route import placement_of, wanted_memory_kind
+from namedshard._types import Device, Tracer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _planned(
         return None
 
 
-def _same_spec(x: jax.Array, mesh: Mesh) -> NamedSharding:
+def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
     """A plain array's own spec on another mesh where that makes sense, else replicated."""
     spec = getattr(x.sharding, "spec", PartitionSpec())
     try:
@@ -123,11 +124,9 @@ def _expect(leaf: Leaf, planned: LeafPlan | None, explicit: bool, mesh: MeshLike
     want = None if spec is None else NamedSharding(mesh, spec, memory_kind=wanted_memory_kind(now, None))
     if now.kind == "traced":
         return Expectation(want) if explicit else _FINE
-    if now.kind == "abstract" and x.sharding is None:
-        return Expectation(want)
     if not isinstance(mesh, Mesh):
-        return _FINE
-    if now.kind == "host" or (now.kind == "array" and not now.committed):
+        return Expectation(want) if now.kind == "abstract" and x.sharding is None else _FINE
+    if x.sharding is None if now.kind == "abstract" else not now.committed:
         # Replicated where nothing else is said, as jit would do; done here, numpy and JAX arrays have one trace.
         return Expectation(want or NamedSharding(mesh, PartitionSpec()))
     place = want or _same_spec(x, mesh)
@@ -234,14 +233,14 @@ def mapping_in_fix(in_mapping: AxisMapping | None, own: AxisMapping | None, mapp
     return f", {{{rules}}}{policy}"
 
 
-def traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[jax.Device, ...] | None, bool]:
+def traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[Device, ...] | None, bool]:
     """The devices that a call is traced for, as far as is known before lowering, and whether something fixes them.
 
     Nothing does where no mesh is in force and no argument is committed: then the traced code may still decide.
     """
     if mesh is not None:
         return (tuple(mesh.devices.flat), True) if isinstance(mesh, Mesh) else (None, False)
-    if any(isinstance(x, jax.core.Tracer) for x in values):
+    if any(isinstance(x, Tracer) for x in values):
         return None, False
     shardings = [x.sharding for x in values if getattr(x, "sharding", None) is not None]
     committed = [x.sharding for x in values if getattr(x, "committed", False) or isinstance(x, jax.ShapeDtypeStruct)]

@@ -50,13 +50,16 @@ def load(path: Path, like: Any, **options: Any) -> tuple[Any, int]:
 
 def share(x: jax.Array) -> int:
     """Bytes of the distinct shards that this process holds."""
-    held = {s.index: s.data.nbytes for s in x.addressable_shards}
+    held = {str(s.index): s.data.nbytes for s in x.addressable_shards}
     return sum(held.values())
 
 
 def case_each_process_reads_its_share() -> list[float]:
     path = given("load.safetensors", {"x": VALUE, "small": VALUE[0, :8]})
-    like = {"x": named(jax.ShapeDtypeStruct(VALUE.shape, np.float32), "a b"), "small": jax.ShapeDtypeStruct((8,), np.float32)}
+    like = {
+        "x": named(jax.ShapeDtypeStruct(VALUE.shape, np.float32), "a b"),
+        "small": jax.ShapeDtypeStruct((8,), np.float32),
+    }
     parts = []
     for where in (ALL, LINE, REVERSED, MIXED_UP):
         for mapping in ({"a": "x"}, {"b": "x"}, {"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {}):
@@ -75,7 +78,9 @@ def case_each_process_reads_its_share() -> list[float]:
 
 def case_half_the_bytes_each_when_split_by_columns() -> float:
     path = given("columns.safetensors", {"x": VALUE})
-    tree, count = load(path, {"x": named(jax.ShapeDtypeStruct(VALUE.shape, np.float32), "a b")}, mapping={"b": "x"}, mesh=LINE)
+    tree, count = load(
+        path, {"x": named(jax.ShapeDtypeStruct(VALUE.shape, np.float32), "a b")}, mapping={"b": "x"}, mesh=LINE
+    )
     assert count == VALUE.nbytes * len(own(ME)) // N
     return count / VALUE.nbytes
 

@@ -29,10 +29,15 @@ def case_keys_from_the_host_and_back() -> None:
 
 def case_a_mesh_given_inside_jit() -> None:
     """With no mesh in force, on an input that is on no mesh, and with no input at all."""
+
     def place(x: jax.Array) -> jax.Array:
         return ns.shard(named(x, "b"), {"b": "data"}, M8).array
 
-    for made in (jax.jit(place)(jnp.ones(8)), jax.jit(place)(np.ones(8, np.float32)), jax.jit(lambda: place(jnp.ones(8)))()):
+    for made in (
+        jax.jit(place)(jnp.ones(8)),
+        jax.jit(place)(np.ones(8, np.float32)),
+        jax.jit(lambda: place(jnp.ones(8)))(),
+    ):
         check(made, np.ones(8, np.float32), M8, P("data"))
 
 
@@ -79,12 +84,12 @@ def case_inputs_that_differ_or_are_local() -> None:
 
     check(to(FULL), FULL, M8, P("data"))
     check(to(jnp.asarray(FULL)), FULL, M8, P("data"))
-    equal("\n  array: process 1" in message_of(ns.HostValueError, lambda: to(FULL + (ME == 1))), True)
+    equal("\n  (root): process 1" in message_of(ns.HostValueError, lambda: to(FULL + (ME == 1))), True)
     here = jax.local_devices()
     local = jax.device_put(FULL, here[0])
-    equal("\n  array\n" in message_of(ns.LocalArrayError, lambda: to(local)), True)
+    equal("\n  (root)\n" in message_of(ns.LocalArrayError, lambda: to(local)), True)
     spread = jax.device_put(FULL, NamedSharding(mesh((len(here),), "x", devices=here), P("x")))
-    equal("\n  array\n" in message_of(ns.LocalArrayError, lambda: to(spread)), True)
+    equal("\n  (root)\n" in message_of(ns.LocalArrayError, lambda: to(spread)), True)
 
 
 def case_narrow_and_odd_types() -> None:

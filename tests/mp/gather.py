@@ -65,7 +65,9 @@ def case_on_one_process() -> None:
 
 
 def case_in_small_steps() -> None:
-    big = {k: put(values(np.float32, (240, 64, 10)), PLACES[k][0], PLACES[k][2]) for k in ("all", "reversed", "explicit")}
+    big = {
+        k: put(values(np.float32, (240, 64, 10)), PLACES[k][0], PLACES[k][2]) for k in ("all", "reversed", "explicit")
+    }
     for keeper in (None, 0, COUNT - 1):
         for budget in (1, "100 KB", "1GiB"):
             got = ns.to_host(big, process=keeper, budget=budget)

@@ -146,7 +146,12 @@ def case_in_place_is_kept() -> None:
 
 
 def case_donation() -> None:
-    for source, target in (("all", "reversed"), ("all", "replicated"), ("first process", "all"), ("all", "last process")):
+    for source, target in (
+        ("all", "reversed"),
+        ("all", "replicated"),
+        ("first process", "all"),
+        ("all", "last process"),
+    ):
         where, mapping, spec = PLACES[target]
         x, kept = make(np.float32, source), make(np.int8, source)
         y = ns.shard(named(x, "a b c"), mapping, where, donate=True).array

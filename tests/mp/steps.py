@@ -63,8 +63,9 @@ def case_another_tree() -> None:
         out_of_step(lambda: ns.shard(tree, MAPPING, OTHER)),
         [
             "shard: the processes make different calls; the first difference is",
-            "  process 0 has 1 leaf to move",
-            "  process 1 has 2 leaves to move",
+            "  process 0: no more leaves",
+            f"  process 1: ['b']: float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
+            f" to {P('x', 'y', None)} of {AXES} {ON_OTHER}",
             f"  fix: {SAME}",
         ],
     )
@@ -74,6 +75,7 @@ def case_another_dtype_name_and_order() -> None:
     for tree in (
         {"a": x(dtype=np.int8 if ME == 1 else np.float32)},
         {"b" if ME == 1 else "a": x()},
+        {"b" if ME == 1 else "a": x(), "c": x(), **({"d": x()} if ME == 1 else {})},
         [x(), x(dtype=np.int8)][:: 1 if ME == 1 else -1],
     ):
         lines = out_of_step(lambda tree=tree: ns.shard(tree, MAPPING, OTHER))
@@ -97,7 +99,7 @@ def case_another_function() -> None:
 def case_another_keeper_and_budget() -> None:
     lines = out_of_step(lambda: ns.to_host(x(), process=1 if ME == 1 else 0))
     source = f": float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
-    equal(lines[1:3], [f"  process 0: array{source} to process 0", f"  process 1: array{source} to process 1"])
+    equal(lines[1:3], [f"  process 0: (root){source} to process 0", f"  process 1: (root){source} to process 1"])
     lines = out_of_step(lambda: ns.to_host(x(), budget=100 if ME == 1 else 200))
     equal(lines[1:3], ["  process 0 calls to_host(budget=200)", "  process 1 calls to_host(budget=100)"])
 
@@ -213,7 +215,7 @@ def case_host_values_that_differ() -> None:
     same = named(np.full((24, 24, 2), np.nan, np.float32), "a b c")
     equal(bool(np.isnan(np.asarray(ns.shard(same, MAPPING, ALL).array.addressable_shards[0].data)).all()), True)
     said = message_of(ns.HostValueError, lambda: ns.shard(named(jnp.full((24, 24, 2), ME), "a b c"), MAPPING, ALL))
-    equal(said.splitlines()[1], "  array: process 1 has another value than process 0")
+    equal(said.splitlines()[1], "  (root): process 1 has another value than process 0")
     # Minus zero and zero compare equal, and are not the same value.
     zero = np.zeros((24, 24, 2), np.float32)
     message_of(ns.HostValueError, lambda: ns.shard(named(-zero if ME == 1 else zero, "a b c"), MAPPING, ALL))

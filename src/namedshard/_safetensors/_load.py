@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from namedshard import _boxes as boxes
 from namedshard import _moves as moves
 from namedshard._errors import NarrowingError, at, message
 from namedshard._gather import parse_bytes
@@ -28,7 +29,7 @@ def _local_bounds(target: Target) -> list[Bounds]:
     if target.sharding is None:
         return [tuple((0, n) for n in target.shape)]
     indices = target.sharding.addressable_devices_indices_map(target.shape).values()
-    return list(dict.fromkeys(moves.bounds_of(index or (), target.shape) for index in indices))
+    return list(dict.fromkeys(boxes.bounds_of(index or (), target.shape) for index in indices))
 
 
 def _nbytes(target: Target, bounds: Bounds) -> int:
@@ -142,7 +143,7 @@ def _load(targets: Sequence[Target], files: Files, budget: int, progress: Progre
     with reporting(progress, total, "loading") as tell:
         for wanted in _batches(targets, needed, budget // 4 if staged else None):
             batch = [
-                (t, Shard(bounds, moves.aligned_empty(tuple(hi - lo for lo, hi in bounds), t.dtype), t.check))
+                (t, Shard(bounds, boxes.aligned_empty(tuple(hi - lo for lo, hi in bounds), t.dtype), t.check))
                 for t, bounds in wanted
             ]
             reads = _reads(batch, files, budget // 2)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from namedshard import _boxes as boxes
 from namedshard import _collective as collective
 from namedshard import _exchange as exchange
 from namedshard import _moves as moves
@@ -49,7 +50,7 @@ def pieces_of(value: Any) -> Pieces:
         return Pieces(array.dtype, [(tuple((0, n) for n in array.shape), array)])
     found: dict[Bounds, Any] = {}
     for shard in value.addressable_shards:
-        found.setdefault(moves.bounds_of(shard.index, value.shape), shard.data)
+        found.setdefault(boxes.bounds_of(shard.index, value.shape), shard.data)
     return Pieces(value.dtype, list(found.items()))
 
 
