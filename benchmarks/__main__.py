@@ -26,7 +26,7 @@ def main() -> int:
     """Run the benchmarks asked for, or all of them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks side by side.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names())}")
-    parser.add_argument("--quick", action="store_true", help="few rounds: does it run, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few rounds and no JSON: does it run, not how fast")
     given = parser.parse_args()
     unknown = [n for n in given.names if n not in names()]
     if unknown:
@@ -37,10 +37,11 @@ def main() -> int:
         module = importlib.import_module(f"benchmarks.{name}")
         results = module.run(given.quick)
         print("\n" + module.table(results), flush=True)
-        folder = HERE / "results"
-        folder.mkdir(exist_ok=True)
-        everything = {"machine": harness.machine(), "quick": given.quick, "results": results}
-        (folder / f"{name}.json").write_text(json.dumps(everything, indent=2) + "\n")
+        if not given.quick:
+            folder = HERE / "results"
+            folder.mkdir(exist_ok=True)
+            everything = {"machine": harness.machine(), "results": results}
+            (folder / f"{name}.json").write_text(json.dumps(everything, indent=2) + "\n")
     return 0
 
 

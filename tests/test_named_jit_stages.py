@@ -110,7 +110,7 @@ def test_explain_says_who_placed_each_output() -> None:
         args = na(counting(8, 4), "batch embed"), put(counting(8), M42, "data")
         compiled = fn.lower(*args).compile()
         assert compiled.explain() == text(
-            "step: 1 of 3 outputs have no mapping, so the compiler placed them",
+            "step: 1 of 3 outputs has no mapping, so the compiler chose",
             "[0]: P('data', 'model') (as mapped)",
             "[1]['a']: P('data',) (chosen by the compiler)",
             "[1]['b']: P('data', 'model') (as mapped)",
@@ -124,7 +124,7 @@ def test_explain_says_who_placed_each_output() -> None:
             assert output.got.is_equivalent_to(got.sharding, got.ndim)
         named = ns.named_jit(lambda x: x, MAPPING).lower(args[0]).compile()
         assert named.explain() == text(
-            "<lambda>: 0 of 1 output has no mapping", "the result: P('data', 'model') (as mapped)"
+            "<lambda>: 0 of 1 output have no mapping", "the result: P('data', 'model') (as mapped)"
         )
 
 

@@ -1,6 +1,7 @@
 """Axis names to placements: shard, compile and load JAX models with named axes."""
 
 from namedshard._best_effort import best_effort_sharding as best_effort_sharding
+from namedshard._calls import Report as Report
 from namedshard._errors import AmbiguousMeshError as AmbiguousMeshError
 from namedshard._errors import CheckpointError as CheckpointError
 from namedshard._errors import DeletedArrayError as DeletedArrayError
@@ -34,8 +35,10 @@ from namedshard._explain import explain as explain
 from namedshard._fsdp import fsdp as fsdp
 from namedshard._gather import iter_to_host as iter_to_host
 from namedshard._gather import to_host as to_host
+from namedshard._init import InitReport as InitReport
+from namedshard._init import init as init
+from namedshard._init_programs import ProgramReport as ProgramReport
 from namedshard._jit import NamedJit as NamedJit
-from namedshard._calls import Report as Report
 from namedshard._jit import named_jit as named_jit
 from namedshard._mapping import AxisMapping as AxisMapping
 from namedshard._mapping import axis_mapping as axis_mapping

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from namedshard._mesh import MeshLike, resolve_mesh
+from namedshard._types import Device
 
 
 def best_effort_spec(shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
@@ -36,7 +36,7 @@ def best_effort_sharding(
     shape: Sequence[int] | Any,
     *,
     mesh: MeshLike | None = None,
-    devices: Sequence[jax.Device] | np.ndarray | None = None,
+    devices: Sequence[Device] | np.ndarray | None = None,
 ) -> NamedSharding | None:
     """A sharding for an array whose dimensions have no names.
 

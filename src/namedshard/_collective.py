@@ -23,6 +23,7 @@ from namedshard import _moves as moves
 from namedshard._errors import ExchangeError, message
 from namedshard._route import CHUNK_BYTES, Route
 from namedshard._sync import Line, agree, refuse_local
+from namedshard._types import Device
 
 
 def processes_of(move: moves.Move) -> frozenset[int]:
@@ -40,7 +41,7 @@ def run(work: Sequence[moves.Move]) -> list[moves.Move]:
     own: list[moves.Move] = []
     for move in work:
         involved = processes_of(move)
-        if move.route in (Route.ANNOTATE, Route.KEEP, Route.TRACED) or involved == {me}:
+        if move.route in (Route.ANNOTATE, Route.KEEP, Route.TRACED) or involved == frozenset((me,)):
             own.append(move)
         elif len(involved) == 1:
             with compat.no_context_mesh():
@@ -208,7 +209,7 @@ def exchange(
         (ex.layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)
     ]
     schedule = ex.schedule(changes, jax.process_index(), budget)
-    shards: dict[int, dict[jax.Device, Any]] = {}
+    shards: dict[int, dict[Device, Any]] = {}
 
     def read(leaf: int, piece: ex.Piece, box: boxes.Bounds) -> np.ndarray:
         if leaf not in shards:
@@ -263,7 +264,7 @@ Slots = Sequence[Mapping[int, np.ndarray]]
 
 @functools.lru_cache(maxsize=64)
 def _program(
-    devices: tuple[jax.Device, ...], rounds: tuple[tuple[ex.Pair, ...], ...], slot_bytes: int
+    devices: tuple[Device, ...], rounds: tuple[tuple[ex.Pair, ...], ...], slot_bytes: int
 ) -> Callable[[Slots], Slots]:
     """One compiled step: in every round a partial permutation of the devices' slots."""
     mesh = Mesh(np.array(devices), ("device",))

@@ -21,6 +21,7 @@ from namedshard._place import check_memory_kind
 from namedshard._plan import LeafPlan, Plan, Problem, fixes, plan_leaves, resolve
 from namedshard._report import Findings, Lint, Row, Totals
 from namedshard._route import Placement, Route, placement_of, route_for, wanted_memory_kind
+from namedshard._types import PyTreeDef
 
 LARGE = 16 * 2**20
 """Bytes from which a replicated leaf is worth a lint."""
@@ -154,7 +155,7 @@ def explain(
 
 def explain_leaves(
     leaves: Sequence[Leaf],
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: PyTreeDef,
     mapping: AxisMapping,
     mesh: MeshLike,
     *,

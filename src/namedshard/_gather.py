@@ -14,10 +14,11 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import DeletedArrayError, TracedMoveError, count_of, message
 from namedshard._leaves import Leaf, named_leaves
 from namedshard._sync import Line, agree
+from namedshard._types import Device, Tracer
 
 UNCOMMITTED = "uncommitted"
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS = {**_BINARY, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -41,7 +42,7 @@ def _check(what: str, leaves: Sequence[Leaf], process: int | None) -> None:
     if process is not None and not 0 <= process < count:
         raise ValueError(f"{what}: there is no process {process}; this job has {count}")
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
-    traced = [leaf.path for leaf in arrays if isinstance(leaf.value, jax.core.Tracer)]
+    traced = [leaf.path for leaf in arrays if isinstance(leaf.value, Tracer)]
     if traced:
         raise TracedMoveError(
             message(
@@ -70,9 +71,9 @@ def _line(leaf: Leaf, process: int | None) -> Line:
     return Line(leaf.path, collective.type_text(x), where, target, local=x.is_fully_addressable)
 
 
-def _receivers(process: int | None, turn: int) -> tuple[jax.Device, ...]:
+def _receivers(process: int | None, turn: int) -> tuple[Device, ...]:
     """For each keeping process the device that receives a leaf; its devices take turns."""
-    by_process: dict[int, list[jax.Device]] = {}
+    by_process: dict[int, list[Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
     keepers = sorted(by_process) if process is None else [process]
@@ -80,7 +81,7 @@ def _receivers(process: int | None, turn: int) -> tuple[jax.Device, ...]:
 
 
 def _fill(
-    arrays: Sequence[jax.Array], receivers: Sequence[tuple[jax.Device, ...]], out: Sequence[Any], budget: int
+    arrays: Sequence[jax.Array], receivers: Sequence[tuple[Device, ...]], out: Sequence[Any], budget: int
 ) -> None:
     targets = [ex.whole_on(devices, x.shape) for x, devices in zip(arrays, receivers, strict=True)]
     buffers = {(i, ex.whole(x.shape)): o for i, (x, o) in enumerate(zip(arrays, out, strict=True)) if o is not None}

@@ -21,6 +21,7 @@ from namedshard._leaves import named_leaves
 from namedshard._mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
 from namedshard._mesh import MeshLike, resolve_mesh
 from namedshard._place import check_memory_kind, shard
+from namedshard._types import Tracer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ def _measured(tree: PyTree, started: float) -> InitReport:
     whole = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
     on_device = 0
     for x, size in zip(leaves, whole, strict=True):
-        sharding = None if isinstance(x, jax.core.Tracer) else x.sharding
+        sharding = None if isinstance(x, Tracer) else x.sharding
         if isinstance(sharding, NamedSharding) and size:
             size = size * math.prod(sharding.shard_shape(x.shape)) // math.prod(x.shape)
         on_device += size

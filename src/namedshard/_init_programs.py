@@ -20,7 +20,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._init_bits import bits_maker
 from namedshard._init_jaxpr import MOVEMENT, Constant, Op, apply, fence, freeze_op
 from namedshard._init_split import Call
-from namedshard._init_tape import Recording, decode, has_words, word_count
+from namedshard._init_tape import Recording, decode, word_count
 
 _QUIET_SECONDS = 1.0
 

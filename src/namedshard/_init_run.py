@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from namedshard._init_programs import (
     typed,
     wait_for,
 )
-from namedshard._init_split import Call, Terms, nbytes, shard_bytes, split
+from namedshard._init_split import Call, Terms, shard_bytes, split
 from namedshard._init_tape import Recording, Tape, host_value, key_impl, word_count
 from namedshard._init_trace import Request, Traced, Wanted, plan_outputs, trace
 from namedshard._mapping import AxisMapping

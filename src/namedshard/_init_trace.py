@@ -19,6 +19,7 @@ from namedshard._mapping import AxisMapping, current_mapping
 from namedshard._mesh import MeshLike, context_mesh
 from namedshard._plan import plan_leaves
 from namedshard._statics import static_key
+from namedshard._types import PyTreeDef, Tracer
 
 _KEYED_BYTES = 4096
 
@@ -32,7 +33,7 @@ class Request:
     """A function with its arguments, flattened. Arrays of JAX are inputs; all else is part of what is traced."""
 
     leaves: list[Any]
-    treedef: jax.tree_util.PyTreeDef
+    treedef: PyTreeDef
     paths: list[tuple[Any, ...]]
     dynamic: list[int]
 
@@ -54,7 +55,7 @@ class Request:
     @property
     def traced(self) -> bool:
         """True if some input is a tracer."""
-        return any(isinstance(x, jax.core.Tracer) for x in self.arrays)
+        return any(isinstance(x, Tracer) for x in self.arrays)
 
     @property
     def abstract(self) -> bool:
@@ -131,7 +132,7 @@ class Traced:
     """A traced call. ``slots`` has, for each output leaf, its place among the jaxpr's outputs, or None for a static."""
 
     closed: ClosedJaxpr
-    treedef: jax.tree_util.PyTreeDef
+    treedef: PyTreeDef
     statics: list[Any]
     slots: list[int | None]
     structs: list[Any]
@@ -153,7 +154,7 @@ def trace(request: Request) -> Traced:
         treedefs.append(treedef)
         traced: list[Any] = []
         for leaf in leaves:
-            is_traced = isinstance(leaf, jax.core.Tracer)
+            is_traced = isinstance(leaf, Tracer)
             slots.append(len(traced) if is_traced else None)
             statics.append(None if is_traced else leaf)
             if is_traced:

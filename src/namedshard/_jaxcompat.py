@@ -5,10 +5,11 @@ Each name here is used for a reason that no public function serves; ``tests/test
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
@@ -18,6 +19,8 @@ from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from namedshard._types import Device, Tracer
 
 # jax 0.12 moved the two context holders from `config` to `mesh`.
 _holders: Any = _mesh_module if hasattr(_mesh_module, "device_context") else _config
@@ -33,7 +36,7 @@ def context_meshes() -> tuple[Mesh | None, Mesh | None]:
     by_set_mesh = _mesh_module.get_concrete_mesh()
     by_with = _mesh_module.thread_resources.env.physical_mesh
     return (
-        None if by_set_mesh is None or by_set_mesh.empty else by_set_mesh,
+        None if by_set_mesh.empty else by_set_mesh,
         None if by_with.empty else by_with,
     )
 
@@ -41,7 +44,7 @@ def context_meshes() -> tuple[Mesh | None, Mesh | None]:
 def abstract_context_mesh() -> AbstractMesh | None:
     """The abstract mesh in force (set while tracing, and inside ``shard_map`` with its Manual axes), or None."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh is None or mesh.empty else mesh
+    return None if mesh.empty else mesh
 
 
 def nothing_traced() -> bool:
@@ -56,11 +59,11 @@ def staging() -> bool:
     """
     if _core.trace_state_clean():
         return False
-    return isinstance(jax.lax.full((), False), jax.core.Tracer)
+    return isinstance(jax.lax.full((), False), Tracer)
 
 
 @contextlib.contextmanager
-def no_context_mesh() -> Iterator[None]:
+def no_context_mesh() -> Generator[None, None, None]:
     """Run at once and with no mesh in force.
 
     JAX refuses some moves whose device order differs from the context mesh's, and ``jax.set_mesh`` itself refuses to
@@ -92,12 +95,12 @@ def memory_kind_of_traced(x: Any) -> str:
 
 def is_key_array(x: Any) -> bool:
     """True for arrays of typed PRNG keys, whose bytes are reached only through ``jax.random.key_data``."""
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def device_order(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
+def device_order(sharding: jax.sharding.Sharding) -> tuple[Device, ...]:
     """A sharding's devices in its own order; the public ``device_set`` forgets the order."""
-    return tuple(sharding._device_assignment)
+    return tuple(sharding._device_assignment)  # pyright: ignore[reportPrivateUsage]
 
 
 def user_source(eqn: Any) -> str:
@@ -113,7 +116,7 @@ class _Compiles(threading.local):
 _compiles = _Compiles()
 
 
-def _on_compile(event: str, _: float, **__: Any) -> None:
+def _on_compile(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _dispatch.BACKEND_COMPILE_EVENT:
         for counter in _compiles.counters:
             counter[0] += 1
@@ -123,7 +126,7 @@ jax.monitoring.register_event_duration_secs_listener(_on_compile)
 
 
 @contextlib.contextmanager
-def count_compiles() -> Iterator[list[int]]:
+def count_compiles() -> Generator[list[int], None, None]:
     """A list with the number of executables that this thread makes in the block."""
     counter = [0]
     _compiles.counters = (*_compiles.counters, counter)
@@ -144,7 +147,7 @@ def trace_key() -> Hashable:
 
 def first_buffer(x: ArrayImpl) -> int:
     """The address of an array's first shard. Does not wait for the computation that fills it."""
-    return x._arrays[0].unsafe_buffer_pointer()
+    return x._arrays[0].unsafe_buffer_pointer()  # pyright: ignore[reportPrivateUsage]
 
 
 def space_of_type(aval: Any) -> Any:

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Literal, TypeAlias, cast
 
 import haliax.partitioning
@@ -201,7 +201,7 @@ def current_mapping() -> AxisMapping | None:
 
 
 @contextlib.contextmanager
-def axis_mapping(mapping: MappingLike, merge: bool = False) -> Iterator[AxisMapping]:
+def axis_mapping(mapping: MappingLike, merge: bool = False) -> Generator[AxisMapping, None, None]:
     """Put a mapping in force for this thread, as `haliax.axis_mapping` does; each sees the other's.
 
     Args:
@@ -269,8 +269,7 @@ class MappedArray(NamedArray):
 
 def _carry(named: NamedArray, mapping: AxisMapping) -> MappedArray:
     out = object.__new__(MappedArray)
-    out.__dict__.update(named.__dict__)
-    out.__dict__["mapping"] = mapping
+    vars(out).update(vars(named), mapping=mapping)
     return out
 
 

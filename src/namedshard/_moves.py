@@ -16,6 +16,7 @@ from namedshard._boxes import Bounds, aligned_empty, bounds_of, distinct_shards,
 from namedshard._errors import MixedAxesError, NarrowingError, TracedMoveError, at, count_of, message, warn_user
 from namedshard._mesh import MeshLike
 from namedshard._route import Placement, Route
+from namedshard._types import Device, Tracer
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -132,7 +133,7 @@ def _trace(moves: Sequence[Move], manual: frozenset[str]) -> None:
             x = jax.device_put(x, jax.memory.Space.Device)
         if set(mesh.axis_names) - manual:
             try:
-                x = _constrain(x, mesh, spec, is_argument=isinstance(move.value, jax.core.Tracer))
+                x = _constrain(x, mesh, spec, is_argument=isinstance(move.value, Tracer))
             except ValueError as error:
                 if staging:
                     raise
@@ -235,7 +236,7 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
 # --- between devices of this process ----------------------------------------------------------------------------------
 
 
-def all_cpu(devices: Iterable[jax.Device]) -> bool:
+def all_cpu(devices: Iterable[Device]) -> bool:
     """True if all of the devices are CPUs, whose memory numpy sees."""
     return all(d.platform == "cpu" for d in devices)
 
@@ -406,10 +407,10 @@ _EXECUTORS: dict[Route, Callable[[Sequence[Move]], None]] = {
 def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
     """The same arrays in another memory kind, on the same devices in the same shards; traced or not."""
     out: list[Any] = list(values)
-    eager = [i for i, x in enumerate(values) if not isinstance(x, jax.core.Tracer)]
+    eager = [i for i, x in enumerate(values) if not isinstance(x, Tracer)]
     staging = bool(eager) and compat.staging()
     for i, x in enumerate(values):
-        if staging or isinstance(x, jax.core.Tracer):
+        if staging or isinstance(x, Tracer):
             out[i] = jax.device_put(x, compat.space_of_kind(memory_kind))
     if eager and not staging:
         with compat.no_context_mesh():

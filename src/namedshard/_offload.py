@@ -17,6 +17,7 @@ from namedshard._leaves import Leaf, is_array_like, named_leaves
 from namedshard._mesh import context_mesh
 from namedshard._moves import change_memory
 from namedshard._offload_budget import update_within
+from namedshard._types import Device, Tracer
 
 Where: TypeAlias = str | Callable[[str, Any], bool]
 
@@ -33,7 +34,7 @@ def _predicate(where: Where) -> Callable[[str, Any], bool]:
 
 
 def _per_device(x: Any) -> int:
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
@@ -74,9 +75,9 @@ def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: i
     return sorted(chosen)
 
 
-def _a_device(leaves: Sequence[Leaf]) -> jax.Device:
+def _a_device(leaves: Sequence[Leaf]) -> Device:
     """A device of this process that the leaves are on; while tracing, of the mesh in force."""
-    placed = [x.value for x in leaves if isinstance(x.value, jax.Array) and not isinstance(x.value, jax.core.Tracer)]
+    placed = [x.value for x in leaves if isinstance(x.value, jax.Array) and not isinstance(x.value, Tracer)]
     near = [d for x in placed[:1] for d in x.sharding.addressable_devices]
     mesh = context_mesh()
     if not near and isinstance(mesh, Mesh):
@@ -136,20 +137,20 @@ def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host",
 
 
 def _kind_of(x: Any) -> str:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return compat.memory_kind_of_traced(x)
-    return x.sharding.memory_kind if isinstance(x, jax.Array) else "device"
+    return (x.sharding.memory_kind or "device") if isinstance(x, jax.Array) else "device"
 
 
 @functools.cache
-def _check_compiler(device: jax.Device, memory_kind: str) -> None:
+def _check_compiler(device: Device, memory_kind: str) -> None:
     """Compile one transfer there and back, once per process, and look for it in what the compiler made of it."""
     with compat.no_context_mesh():
         place = SingleDeviceSharding(device, memory_kind=memory_kind)
         like = jax.ShapeDtypeStruct((8,), "float32", sharding=place)
         compiled = jax.jit(_there_and_back, static_argnums=1).lower(like, memory_kind).compile()
     kept = compiled.output_shardings.memory_kind
-    if kept != memory_kind or compat.HOST_IN_HLO not in compiled.as_text():
+    if kept != memory_kind or compat.HOST_IN_HLO not in (compiled.as_text() or ""):
         raise OffloadError(
             message(
                 f"the compiler for {device.platform} devices leaves a result meant for {memory_kind!r} in {kept!r}",
@@ -254,7 +255,7 @@ def offload_optimizer(
             _verify(named_leaves(on_device), chosen, False, "at the update")
             return inner.update(updates, on_device, params, **extra)
 
-        traced = any(isinstance(leaves[i].value, jax.core.Tracer) for i in chosen)
+        traced = any(isinstance(leaves[i].value, Tracer) for i in chosen)
         if traced:
             _check_compiler(_a_device(leaves), memory_kind)
         if traced and most is not None:

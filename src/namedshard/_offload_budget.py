@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
 from namedshard import _jaxcompat as compat
 from namedshard._moves import change_memory
@@ -20,7 +20,7 @@ _MISSING = object()
 class _Program:
     """A traced function that is run output by output; each equation runs once."""
 
-    def __init__(self, closed: ClosedJaxpr):
+    def __init__(self, closed: Any):
         self._jaxpr = closed.jaxpr
         self._env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self._needs: dict[Any, frozenset[int]] = {v: frozenset({n}) for n, v in enumerate(closed.jaxpr.invars)}

@@ -31,6 +31,7 @@ from namedshard._mapping import AxisMapping, MappingLike, Policy, resolve_mappin
 from namedshard._mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
 from namedshard._plan import Plan, plan_leaves, with_policy
 from namedshard._route import Placement, Route, placement_of, route_for, same_place, wanted_memory_kind
+from namedshard._types import PyTreeDef, Tracer
 
 
 class _Entry:
@@ -88,7 +89,7 @@ def _signature(leaf: Any) -> Hashable:
 def _entry_for(
     tree: PyTree,
     leaves: Sequence[Any],
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: PyTreeDef,
     mapping: AxisMapping,
     mesh: MeshLike,
     memory_kind: str | None,
@@ -191,7 +192,7 @@ def shard(
 
 def _is_concrete_array(x: Any) -> bool:
     return type(x) is compat.ArrayImpl or (
-        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and compat.is_key_array(x)
+        isinstance(x, jax.Array) and not isinstance(x, Tracer) and compat.is_key_array(x)
     )
 
 

@@ -39,6 +39,7 @@ from namedshard._mapping import (
     resolve_mapping,
 )
 from namedshard._mesh import MeshLike, describe, manual_axes, resolve_mesh
+from namedshard._types import PyTreeDef
 
 ABSENT, BUSY, INDIVISIBLE = "absent", "busy", "indivisible"
 
@@ -100,7 +101,7 @@ class Plan:
     leaves: tuple[LeafPlan, ...]
     mapping: AxisMapping
     mesh: MeshLike
-    treedef: jax.tree_util.PyTreeDef
+    treedef: PyTreeDef
 
     @property
     def specs(self) -> PyTree:
@@ -314,7 +315,7 @@ def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manu
 
 def plan_leaves(
     leaves: Sequence[Leaf],
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: PyTreeDef,
     mapping: AxisMapping,
     mesh: MeshLike,
     *,

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from namedshard import _jaxcompat as compat
+from namedshard._types import Tracer
 
 
 class Route(enum.Enum):
@@ -50,7 +51,7 @@ def placement_of(x: Any, staging: bool) -> Placement:
     if isinstance(x, jax.ShapeDtypeStruct):
         kind = None if x.sharding is None else x.sharding.memory_kind
         return Placement("abstract", x.sharding, memory_kind=kind)
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return Placement("traced", memory_kind=compat.memory_kind_of_traced(x))
     if staging:
         return Placement("traced", memory_kind="device")

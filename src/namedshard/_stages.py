@@ -149,9 +149,9 @@ class Compiled(_Stage):
         for p in placements:
             by = "as mapped" if p.asked is not None else "chosen by the compiler"
             lines.append(f"{p.path}: {getattr(p.got, 'spec', p.got)} ({by})")
-        noun = "output has" if len(placements) == 1 else "outputs have"
+        noun = f"output{'' if len(placements) == 1 else 's'} {'has' if chosen == 1 else 'have'}"
         headline = f"{self._call.program.name}: {chosen} of {len(placements)} {noun} no mapping"
-        return message(headline + (", so the compiler placed them" if chosen else ""), lines)
+        return message(headline + (", so the compiler chose" if chosen else ""), lines)
 
 
 class Lowered(_Stage):

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ _GRACE = 30.0
 
 
 @contextlib.contextmanager
-def collective_timeout(seconds: int | float) -> Iterator[None]:
+def collective_timeout(seconds: int | float) -> Generator[None, None, None]:
     """How long to wait for the other processes to make the same call, in this thread.
 
     The default is 60 s, or the environment variable ``NAMEDSHARD_COLLECTIVE_TIMEOUT``.

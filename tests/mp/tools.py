@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import namedshard as ns
+from namedshard._jaxcompat import coordination_client
 
 ME, COUNT = jax.process_index(), jax.process_count()
 DEVICES = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
@@ -116,6 +117,14 @@ def put(value: np.ndarray, where: Mesh, spec: PartitionSpec, kind: str = "device
 def keys(value: np.ndarray, where: Mesh, spec: PartitionSpec, impl: str) -> jax.Array:
     """A global array of typed keys over these integers."""
     return jax.random.wrap_key_data(put(value, where, PartitionSpec(*spec, None)), impl=impl)
+
+
+_barriers = itertools.count()
+
+
+def together() -> None:
+    """Wait until all processes are here, by other means than namedshard's."""
+    coordination_client().wait_at_barrier(f"together {next(_barriers)}", 100_000)
 
 
 def named(x: Any, names: str) -> hax.NamedArray:

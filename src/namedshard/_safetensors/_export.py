@@ -16,6 +16,7 @@ from haliax.nn import BlockSeq, Stacked
 
 from namedshard._leaves import is_array_like, named_leaves
 from namedshard._safetensors._layout import NotACopy, View, concatenate, identity
+from namedshard._types import PyTreeDef
 
 Value = View | np.ndarray | NotACopy
 """A view of leaves, a constant, or why it is neither."""
@@ -58,7 +59,7 @@ def exported(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
 
 
 def _trace(
-    treedef: jax.tree_util.PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]
+    treedef: PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]
 ) -> tuple[tuple[str, View | NotACopy], ...]:
     names: list[str] = []
 

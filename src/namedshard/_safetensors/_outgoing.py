@@ -20,6 +20,7 @@ from namedshard._safetensors._header import CODES, METADATA_KEY, PACKED_BITS
 from namedshard._safetensors._layout import Part
 from namedshard._safetensors._names import Names, Tensor, tensors_of
 from namedshard._safetensors._targets import DTypes, asked_dtype
+from namedshard._types import Tracer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def _why_not(value: Any) -> str:
     """Why an array cannot be written."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return "is abstract: it has no values"
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return "is traced: it has no values yet"
     if isinstance(value, jax.Array) and value.is_deleted():
         return "was donated or deleted"

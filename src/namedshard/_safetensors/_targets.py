@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
@@ -28,6 +29,7 @@ from namedshard._plan import plan_leaves, with_policy
 from namedshard._safetensors._header import CODES, PACKED_BITS, TensorInfo
 from namedshard._safetensors._layout import Part, covered
 from namedshard._safetensors._names import Names, Tensor, tensors_of
+from namedshard._types import PyTreeDef
 
 Missing: TypeAlias = Literal["error", "keep"]
 Unexpected: TypeAlias = Literal["error", "warn", "ignore"]
@@ -64,7 +66,7 @@ class Target:
 
 def shardings_of(
     leaves: Sequence[Leaf],
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: PyTreeDef,
     mapping: MappingLike | None,
     mesh: MeshLike | None,
     memory_kind: str | None,
@@ -122,7 +124,7 @@ _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
 def _kind(dtype: Any) -> Any:
-    return next((kind for kind in _KINDS if jax.dtypes.issubdtype(dtype, kind)), None)
+    return next((kind for kind in _KINDS if jnp.issubdtype(dtype, kind)), None)
 
 
 def _asked(dtypes: DTypes, path: str, have: np.dtype[Any]) -> tuple[Any, bool]:
@@ -147,7 +149,7 @@ def asked_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[Any]
 
 def _dtype_of(leaf: Leaf, have: np.dtype[Any], dtypes: DTypes, narrow: Narrow) -> tuple[np.dtype[Any], bool, str]:
     """The leaf's dtype, whether its values have to be checked, and what is wrong with it."""
-    if jax.dtypes.issubdtype(leaf.value.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(leaf.value.dtype, jax.dtypes.extended):
         return have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data"
     wish = asked_dtype(dtypes, leaf.path, have)
     wanted = jax.dtypes.canonicalize_dtype(leaf.value.dtype if wish is None else wish)
@@ -155,7 +157,7 @@ def _dtype_of(leaf: Leaf, have: np.dtype[Any], dtypes: DTypes, narrow: Narrow) -
         return wanted, False, f"{CODES[have]} is packed and cannot be loaded"
     if _kind(have) is not _kind(wanted):
         bad = "" if wish is not None else f"{have} is not the kind of number that {wanted} is"
-        return wanted, jax.dtypes.issubdtype(wanted, np.integer), bad
+        return wanted, jnp.issubdtype(wanted, np.integer), bad
     allowed = wish is not None or narrow == "fit"
     if _kind(have) is np.integer:
         small = may_lose(have, wanted)
