@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HERE = Path(__file__).parent
 LIMIT = float(os.environ.get("LIM", "300"))
 """Seconds after which a job is a failure."""
@@ -44,7 +46,9 @@ class Job:
         return [cases[case][0] for cases in self.outcomes if case in cases]
 
 
-def run(module: str, devices: Sequence[int], *, dying: Sequence[int] = (), only: str = "") -> Job:
+def run(
+    module: str, devices: Sequence[int], *, dying: Sequence[int] = (), only: str = "", check_types: bool = False
+) -> Job:
     """Run the cases of a module in processes with these many devices each, and fail if any of them does.
 
     Args:
@@ -52,6 +56,7 @@ def run(module: str, devices: Sequence[int], *, dying: Sequence[int] = (), only:
         devices: How many virtual CPU devices each process has.
         dying: Processes that end by a signal; all others must come to the end of every case, and exit with 0.
         only: Run only cases with this in their name.
+        check_types: Check the package's annotations as all other tests do, which takes seconds at the start.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as held:
         # Bound, not listening: no other program is given the port, and JAX's service shares it.
@@ -74,13 +79,14 @@ def run(module: str, devices: Sequence[int], *, dying: Sequence[int] = (), only:
                     "devices": list(devices),
                     "port": port,
                     "only": only,
+                    "check_types": check_types,
                     "results": f"{folder}/{i}.results",
                 }
                 with open(f"{folder}/{i}.output", "wb") as output:
                     processes.append(
                         subprocess.Popen(
                             [sys.executable, str(HERE / "multiprocess.py"), json.dumps(settings)],
-                            stdin=subprocess.DEVNULL,
+                            stdin=subprocess.PIPE,
                             stdout=output,
                             stderr=subprocess.STDOUT,
                             env=environment | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"},
@@ -92,7 +98,7 @@ def run(module: str, devices: Sequence[int], *, dying: Sequence[int] = (), only:
             for i in late:
                 processes[i].kill()
             for p in processes:
-                p.wait()
+                p.communicate()
         job = Job(
             [p.returncode for p in processes],
             [Path(f"{folder}/{i}.output").read_text(errors="replace") for i in range(len(processes))],
@@ -106,7 +112,7 @@ def run(module: str, devices: Sequence[int], *, dying: Sequence[int] = (), only:
         wrong += [f"process {i}, {case}:\n{error}" for case, (_, error) in outcomes.items() if error]
         if i in dying:
             if status >= 0:
-                wrong.append(f"process {i} ended with {status}, not by a signal")
+                wrong.append(f"process {i} ended with {status}, not by a signal; it printed:\n{job.outputs[i][-4000:]}")
             continue
         if left_out := [case for case in cases if case not in outcomes]:
             wrong.append(f"process {i} did not come to the end of {', '.join(left_out)}")
@@ -115,13 +121,16 @@ def run(module: str, devices: Sequence[int], *, dying: Sequence[int] = (), only:
         if status or left_out:
             wrong.append(f"process {i} printed:\n{job.outputs[i][-4000:]}")
     if wrong:
-        raise AssertionError("\n".join(wrong))
+        pytest.fail("\n".join(wrong), pytrace=False)
     return job
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], dying: Sequence[int], end: float) -> None:
     """Until all have ended, or shortly after one ended that should not have, or until the end."""
+    first, *others = processes
     while time.monotonic() < end:
+        if all(p.poll() is not None for p in others) and first.stdin and not first.stdin.closed:
+            first.stdin.close()
         if all(p.poll() is not None for p in processes):
             return
         if any(p.poll() and i not in dying for i, p in enumerate(processes)):
@@ -154,7 +163,8 @@ def main() -> None:
     import jax
     import jaxtyping
 
-    jaxtyping.install_import_hook("namedshard", "beartype.beartype")
+    if settings["check_types"]:
+        jaxtyping.install_import_hook("namedshard", "beartype.beartype")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"127.0.0.1:{settings['port']}",
@@ -183,6 +193,9 @@ def main() -> None:
                 coordination_client().wait_at_barrier(f"after {case}", 100_000)
     if not getattr(module, "ALONE", False):
         jax.distributed.shutdown()
+    if settings["process"] == 0:
+        # JAX's service runs here, and would end the others with it.
+        sys.stdin.read()
     os._exit(0)
 
 

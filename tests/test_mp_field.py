@@ -4,4 +4,4 @@ import multiprocess
 
 
 def test_two_processes() -> None:
-    multiprocess.run("field", [4, 4])
+    multiprocess.run("field", [4, 4], check_types=True)

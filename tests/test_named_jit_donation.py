@@ -228,3 +228,25 @@ def test_donation_works_in_a_loop_and_while_tracing() -> None:
         kept = na(put("data"), "a b")
         assert bits(jax.jit(lambda x: step(x).array * 2)(kept)) == bits((counting(8, 4) + 1) * 2)
         assert not kept.array.is_deleted()
+
+
+def test_nothing_is_given_up_by_a_call_that_fails() -> None:
+    x = na(put(), "a b")
+    with jax.set_mesh(M8):
+        step = ns.named_jit(
+            lambda x: x,
+            in_axis_resources={"a": "data"},
+            out_axis_resources={},
+            donate_args=(True,),
+            on_mismatch="reshard",
+        )
+        assert told(step, x).splitlines()[1] == "  x: spec P('data', None), but the result has P(None, None)"
+        sends = ns.named_jit(
+            lambda x: jax.device_put(x.array, jax.devices()[1]),
+            in_axis_resources={"a": "data"},
+            donate_args=(True,),
+            on_mismatch="reshard",
+        )
+        with pytest.raises(ns.IgnoredTransferError):
+            sends(x)
+        assert not x.array.is_deleted()

@@ -589,6 +589,31 @@ def test_vmap_keeps_the_spec_on_its_axis() -> None:
             assert out.sharding.spec[1] == "model"
 
 
+def test_eager_transformations_trace_once_too() -> None:
+    fn = ns.named_jit(lambda x: x * x)
+    for _ in range(3):
+        assert float(jax.grad(lambda x: fn(x))(jnp.float32(3))) == 6.0
+    assert fn.report().traces == 1
+    summed = ns.named_jit(lambda x: jax.lax.psum(x, "rows"))
+    for _ in range(3):
+        assert same(jax.vmap(summed, axis_name="rows")(jnp.arange(8.0)), np.full(8, 28, np.float32))
+    assert summed.report().traces == 1
+
+
+def test_a_module_keeps_its_fields_to_itself() -> None:
+    class Odd(eqx.Module):
+        report: Any
+        lower: Any
+        _store: Any
+
+        def __call__(self, x):
+            return x * self._store + self.lower
+
+    odd = ns.named_jit(Odd(1, jnp.float32(2), jnp.float32(3)))
+    assert float(odd(jnp.float32(4))) == 14.0
+    assert odd.report().traces == 1
+
+
 def test_a_closure_over_traced_values() -> None:
     def outer(w):
         inner = ns.named_jit(lambda x: x * w)

@@ -1,8 +1,12 @@
 """Loading: right values in the right place from every layout onto every mesh, and as few bytes as that takes."""
 
 import importlib.util
+import io
 import math
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from support import (
 )
 
 import namedshard as ns
+from namedshard import _moves
 from namedshard._safetensors import _load
 from namedshard._safetensors._ranges import LOCAL
 
@@ -326,6 +331,25 @@ def test_values_that_fit_are_taken_where_the_caller_allows_it(tmp_path, spec):
     )
 
 
+def test_values_are_checked_where_another_kind_or_a_narrow_integer_is_asked_for(tmp_path):
+    tensors = {"f": np.array([-8, 7, 300], np.float32), "n": np.array([1, np.nan], np.float32), "i": np.arange(-8, 8)}
+    path = write(tmp_path / "x.safetensors", tensors)
+    tree = ns.load_safetensors(path, {"i": struct(16, dtype=jnp.int4)}, narrow="fit", unexpected="ignore")
+    assert tree["i"].dtype == jnp.int4
+    np.testing.assert_array_equal(np.asarray(tree["i"]).astype(np.int64), tensors["i"])
+    like = {"f": struct(3), "n": struct(2)}
+    with pytest.raises(ns.NarrowingError) as error:
+        ns.load_safetensors(path, like, dtype={"['f']": np.int8, "['n']": np.int32}, unexpected="ignore")
+    assert str(error.value) == (
+        "2 tensors hold values that do not fit\n"
+        "  ['f']: tensor 'f': 300.0 does not fit int8\n"
+        "  ['n']: tensor 'n': nan does not fit int32\n"
+        "  fix: pass a wider dtype=, or enable 64-bit types"
+    )
+    tree = ns.load_safetensors(path, like, dtype={"['f']": np.int16}, unexpected="ignore")
+    assert bits(tree["f"]) == bits(np.array([-8, 7, 300], np.int16))
+
+
 def test_64_bit_types_are_kept_where_they_are_enabled(tmp_path):
     path = write(tmp_path / "x.safetensors", WIDE)
     with jax.enable_x64(True):
@@ -548,6 +572,54 @@ def test_progress_is_told_of_every_byte_and_silent_off_terminals(tmp_path, capfd
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_bar_is_shown_on_a_terminal(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE})
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    ns.load_safetensors(path, {"x": struct(8, 16)}, progress=False)
+    assert sys.stderr.getvalue() == ""
+    ns.load_safetensors(path, {"x": struct(8, 16)})
+    shown = sys.stderr.getvalue()
+    assert "loading" in shown
+    assert "512/512 bytes" in shown
+    ns.save_safetensors({"x": VALUE}, tmp_path / "y.safetensors", progress=True)
+    assert "saving" in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("budget", ["1GiB", 1024])
+def test_shards_that_leave_this_hosts_memory_do_so_batch_by_batch(tmp_path, monkeypatch, budget, kind):
+    """On accelerators; here the devices are CPUs, and only told not to be."""
+    monkeypatch.setattr(_moves, "in_host_memory", lambda sharding: False)
+    put: list[int] = []
+    onto = _moves.onto_devices
+
+    def counted(shape: Any, sharding: Any, bounds: Any, piece: np.ndarray) -> Any:
+        put.append(piece.nbytes)
+        return onto(shape, sharding, bounds, piece)
+
+    monkeypatch.setattr(_moves, "onto_devices", counted)
+    tensors = {"x": VALUE, "y": VALUE + 1, "s": np.full((), 5, np.float32)}
+    path = write(tmp_path / "x.safetensors", tensors)
+    like = {"x": na(struct(8, 16), "a b"), "y": na(struct(8, 16), "b a"), "s": struct()}
+    like["y"] = na(struct(8, 16), "a b")
+    tree = ns.load_safetensors(path, like, mapping={"a": "data"}, mesh=M42, budget=budget, memory_kind=kind)
+    assert_exactly(tree["x"], M42, P("data", None), kind)
+    assert bits(tree["x"].array) == bits(VALUE)
+    assert bits(tree["y"].array) == bits(VALUE + 1)
+    assert float(np.asarray(tree["s"])) == 5
+    assert put == [4] + [128] * 8 or put == [128] * 8 + [4]
+    alone = ns.load_safetensors(path, {"x": struct(8, 16)}, budget=budget, unexpected="ignore")
+    assert bits(alone["x"]) == bits(VALUE)
+    ns.save_safetensors({"x": tree["x"], "s": tree["s"], "whole": alone["x"]}, tmp_path / "out.safetensors")
+    saved = load_file(tmp_path / "out.safetensors")
+    assert {n: bits(x) for n, x in saved.items()} == {"x": bits(VALUE), "s": bits(tensors["s"]), "whole": bits(VALUE)}
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     path = write(tmp_path / "x.safetensors", {"x": VALUE})
 
@@ -570,6 +642,49 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
         "  fix: the file changed while it was read: load it again once it is complete"
     ]
     assert str(error.value).startswith(f"{path}: 512 bytes were to be read from byte ")
+
+
+PEAK = """
+    import os, resource, sys
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    import haliax as hax, jax, numpy as np, namedshard as ns
+    from jax.sharding import Mesh
+
+    directory, axis = sys.argv[1:]
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    axes = hax.Axis("a", 2048), hax.Axis("b", 2048)
+    like = {f"t{i}": hax.NamedArray(jax.ShapeDtypeStruct((2048, 2048), np.float32), axes) for i in range(8)}
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def load(names):
+        some = {n: like[n] for n in names}
+        options = {"mapping": {axis: "data"}, "mesh": mesh, "budget": "32MiB", "unexpected": "ignore"}
+        return jax.block_until_ready(ns.load_safetensors(directory, some, **options))
+
+    first = load(["t0"])
+    before = peak()
+    rest = load([f"t{i}" for i in range(1, 8)])
+    loaded = peak() - before
+    before = peak()
+    ns.save_safetensors(rest, directory + "/out", budget="32MiB")
+    print(loaded - 7 * 2048 * 2048 * 4, peak() - before)
+"""
+
+
+@pytest.mark.parametrize("axis", ["a", "b"])
+def test_memory_beyond_the_shards_stays_within_the_budget(tmp_path, axis):
+    value = counting(2048, 2048)
+    write_sharded(
+        tmp_path,
+        {f"{n}.safetensors": {f"t{i}": value for i in part} for n, part in (("x", range(4)), ("y", range(4, 8)))},
+    )
+    command = [sys.executable, "-c", textwrap.dedent(PEAK), str(tmp_path), axis]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loading, saving = map(int, done.stdout.split())
+    assert loading < 32 << 20
+    assert saving < 32 << 20
 
 
 # --- a real checkpoint ------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ def best_effort_sharding(
     Examples:
         >>> import jax, namedshard as ns
         >>> mesh = jax.sharding.AbstractMesh((2, 2, 4), ("replica", "data", "model"))
-        >>> ns.best_effort_sharding((30522, 384), mesh=mesh).spec
-        PartitionSpec('data', 'model')
+        >>> tuple(ns.best_effort_sharding((30522, 384), mesh=mesh).spec)
+        ('data', 'model')
         >>> print(ns.best_effort_sharding((30522, 384)))
         None
     """

@@ -20,9 +20,8 @@ from namedshard import _boxes as boxes
 from namedshard import _exchange as ex
 from namedshard import _jaxcompat as compat
 from namedshard import _moves as moves
-from namedshard._errors import ExchangeError, message
 from namedshard._route import CHUNK_BYTES, Route
-from namedshard._sync import Line, agree, refuse_local
+from namedshard._sync import Line, agree, breaking_off, refuse_local, watched
 from namedshard._types import Device
 
 
@@ -227,8 +226,9 @@ def exchange(
             for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
                 write(leaf, piece, box, read(leaf, piece, box))
     if schedule.streams or any(d.process_index == jax.process_index() for d in schedule.devices):
-        for phase in schedule.phases:
-            _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
+        with breaking_off():
+            for phase in schedule.phases:
+                _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
 
 
 def _slot(memory: np.ndarray, fragment: ex.Fragment, dtype: Any) -> np.ndarray:
@@ -288,16 +288,7 @@ def _program(
             )
             for memories in outgoing
         ]
-        try:
-            arrived = jax.block_until_ready(permuted(*slots))
-        except jax.errors.JaxRuntimeError as error:
-            raise ExchangeError(
-                message(
-                    "the exchange of arrays between processes broke off: a process died, or the network failed",
-                    [str(error).splitlines()[0]],
-                    fix="look for the first error among all processes, and start the job again",
-                )
-            ) from error
+        arrived = watched(lambda: jax.block_until_ready(permuted(*slots)))
         return [{position[s.device]: np.asarray(s.data) for s in x.addressable_shards} for x in arrived]
 
     return step

@@ -1,8 +1,8 @@
 """Random bits of a sharded array: each device draws those of its own shard, a chunk at a time.
 
 JAX's own threefry holds three more arrays of the result's size while it runs, since its rounds are a loop over whole
-arrays. Element ``i`` depends on the key and on ``i`` only (``jax_threefry_partitionable``), so any part of the array can
-be drawn by itself: here in chunks that stay in the processor's cache, straight into the result.
+arrays. Element ``i`` depends on the key and on ``i`` only (``jax_threefry_partitionable``), so any part of the array
+can be drawn by itself: here in chunks that stay in the processor's cache, straight into the result.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from namedshard import _jaxcompat as compat
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Constant:
     """A literal of the traced function. Eager execution hands it over at run time, and so do we."""
 
@@ -189,20 +189,31 @@ def fence(x: Array, zero: Array) -> Array:
 
 # --- what an operation does to values ---------------------------------------------------------------------------------
 
-MOVEMENT = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice dynamic_update_slice concatenate pad"
-    " gather unstack split copy copy_p select_n iota stop_gradient".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MOVEMENT = _names(
+    """
+    broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice dynamic_update_slice concatenate
+    pad gather unstack split copy copy_p select_n iota stop_gradient
+    """
 )
-_TRANSCENDENTAL = frozenset(
-    "exp exp2 expm1 log log1p tanh sinh cosh sin cos tan asin acos atan asinh acosh atanh atan2 logistic pow cbrt erf erfc"
-    " erf_inv lgamma digamma polygamma igamma igammac random_gamma_grad regularized_incomplete_beta bessel_i0e bessel_i1e"
-    " zeta".split()
+_TRANSCENDENTAL = _names(
+    """
+    exp exp2 expm1 log log1p tanh sinh cosh sin cos tan asin acos atan asinh acosh atanh atan2 logistic pow cbrt erf
+    erfc erf_inv lgamma digamma polygamma igamma igammac random_gamma random_gamma_grad regularized_incomplete_beta
+    bessel_i0e bessel_i1e zeta
+    """
 )
-_ELEMENTWISE = frozenset(
-    "abs neg sign floor ceil round is_finite sqrt rsqrt square integer_pow add sub mul div rem max min nextafter clamp"
-    " convert_element_type bitcast_convert_type reduce_precision complex real imag conj eq ne lt le gt ge eq_to lt_to"
-    " le_to add_any optimization_barrier sort top_k argmax argmin reduce_max reduce_min cummax cummin scatter random_bits"
-    " random_split random_fold_in random_wrap random_unwrap random_seed threefry2x32 while cond scan".split()
+_ELEMENTWISE = _names(
+    """
+    abs neg sign floor ceil round is_finite sqrt rsqrt square integer_pow add sub mul div rem max min nextafter clamp
+    convert_element_type bitcast_convert_type reduce_precision complex real imag conj eq ne lt le gt ge eq_to lt_to
+    le_to add_any optimization_barrier sort top_k argmax argmin reduce_max reduce_min cummax cummin scatter while cond
+    scan random_bits random_split random_fold_in random_wrap random_unwrap random_seed threefry2x32
+    """
 )
 _EXACT = MOVEMENT | _TRANSCENDENTAL | _ELEMENTWISE
 
@@ -290,6 +301,12 @@ def aval_key(aval: Any) -> Any:
     return tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False))
 
 
+def literal_key(value: Any, aval: Any) -> Any:
+    """A hashable stand-in for a literal."""
+    content = np.asarray(value)
+    return "literal", content.tobytes(), content.dtype, aval_key(aval)
+
+
 def _freeze_jaxpr(jaxpr: Jaxpr) -> Any:
     found = _frozen.get(jaxpr)
     if found is not None:
@@ -300,7 +317,7 @@ def _freeze_jaxpr(jaxpr: Jaxpr) -> Any:
         return numbers.setdefault(var, len(numbers))
 
     def read(atom: Any) -> Any:
-        return ("lit", freeze(atom.val), aval_key(atom.aval)) if isinstance(atom, Literal) else number(atom)
+        return literal_key(atom.val, atom.aval) if isinstance(atom, Literal) else number(atom)
 
     heads = tuple((number(v), aval_key(v.aval)) for v in (*jaxpr.constvars, *jaxpr.invars))
     lines = tuple(

@@ -1,4 +1,4 @@
-"""EFFECTS. Compiles the distinct programs of an initialiser, each once in the life of the process, several at a time."""
+"""EFFECTS. Compiles the distinct programs of an initialiser, each once in the life of a process, several at a time."""
 
 import collections
 import concurrent.futures
@@ -95,7 +95,7 @@ def _settings() -> Hashable:
 
 
 def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]]:
-    """The function to compile for a call: from words ``uint32[1 + n]``, the first of them zero, and arrays to outputs."""
+    """The function to compile for a call: from words ``uint32[1 + n]``, the first one zero, and arrays to outputs."""
     targets = [(avals[v].shape, s) for v, s in zip(call.outputs, call.shardings, strict=True)]
     sizes = [word_count(ref.aval if isinstance(ref, Constant) else avals[ref]) for ref in call.words]
     ends = np.cumsum([1, *sizes]).tolist()
@@ -114,7 +114,7 @@ def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]
 
         def read(ref: Any, apart: bool) -> Any:
             if isinstance(ref, Constant):
-                return constants[id(ref)] if id(ref) in constants else ref.value
+                return constants.get(id(ref), ref.value)
             if ref not in made:
                 return values[ref]
             return fence(made[ref], zero) if apart else made[ref]

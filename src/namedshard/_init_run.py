@@ -50,7 +50,8 @@ class Recipe:
 
     Attributes:
         refs: For each output leaf the value that it is, or None for those that tracing left alone.
-        born: The sharding in which programs make each of them.
+        places: The shardings in which programs deliver their results.
+        elsewhere: Where outputs are wanted that programs deliver to another place.
         to_mesh: Inputs that have to move to the mesh first.
         fresh: Identities of the programs that making this recipe compiled.
     """
@@ -59,7 +60,8 @@ class Recipe:
     traced: Traced
     wanted: Wanted
     refs: list[Ref | None]
-    born: dict[int, NamedSharding | None]
+    places: dict[int, NamedSharding | None]
+    elsewhere: dict[int, list[NamedSharding]]
     to_mesh: dict[int, NamedSharding]
     tape: Recording
     tape_places: dict[int, int]
@@ -144,6 +146,7 @@ def make_recipe(
     refs = [None if slot is None else graph.outputs[slot] for slot in traced.slots]
     given: dict[int, Any] = dict(zip(graph.inputs, request.arrays, strict=True)) | graph.consts
     born: dict[int, NamedSharding | None] = {}
+    elsewhere: dict[int, list[NamedSharding]] = {}
     kept = set(given)
     for ref, want in zip(refs, wanted.shardings, strict=True):
         if isinstance(ref, int) and ref not in given:
@@ -151,6 +154,8 @@ def make_recipe(
             born.setdefault(ref, None if want is None else NamedSharding(want.mesh, want.spec))
             if want == born[ref]:
                 kept.add(ref)
+            elif want is not None:
+                elsewhere.setdefault(ref, []).append(want)
     tape, calls = split(
         graph,
         [v for v in graph.inputs if given[v].is_fully_addressable or given[v].is_fully_replicated],
@@ -167,11 +172,13 @@ def make_recipe(
     to_mesh: dict[int, NamedSharding] = {}
     for value, x in given.items():
         placements[value] = x.sharding if isinstance(x, jax.Array) and x.committed else None
+    places: dict[int, NamedSharding | None] = {}
     steps: list[_Step] = []
     fresh: set[int] = set()
     for call in calls:
         index = _word_index(call, tape, graph)
-        placements.update(zip(call.outputs, call.shardings, strict=True))
+        for value, sharding in zip(call.outputs, call.shardings, strict=True):
+            places[value] = placements[value] = sharding
         if call.local:
             steps.append(_Step(call, index, None, tuple(eager_op(op) for op in call.ops)))
             continue
@@ -190,7 +197,8 @@ def make_recipe(
         traced,
         wanted,
         refs,
-        born,
+        places,
+        elsewhere,
         to_mesh,
         recording,
         tape.places,
@@ -271,70 +279,65 @@ class Run:
     def _distribute(self, values: Sequence[int]) -> None:
         """Bring values that are here to where programs expect them."""
         missing = [v for v in values if v not in self._values]
-        wanted = {
-            v: s for step in self._recipe.steps for v, s in zip(step.call.outputs, step.call.shardings, strict=True)
-        }
-        self._values.update({v: self._here[v] for v in missing if wanted[v] is None})
-        placed = {v: (self._here[v], s) for v in missing if (s := wanted[v]) is not None}
-        self._values.update(_move(placed))
+        if missing:
+            wanted = {v: self._recipe.places[v] for v in missing}
+            self._values.update({v: self._here[v] for v in missing if wanted[v] is None})
+            self._values.update(_move({v: (self._here[v], s) for v, s in wanted.items() if s is not None}))
 
     def _move_out(self, values: Sequence[int]) -> None:
         """Move results that live in another memory there at once, so that they do not pile up on the devices."""
-        recipe = self._recipe
-        for ref, want in zip(recipe.refs, recipe.wanted.shardings, strict=True):
-            if isinstance(ref, int) and ref in values and want is not None and want != recipe.born[ref]:
-                x = self._here[ref] if ref in self._here else self._values[ref]
-                self._moved[ref, want] = _move({ref: (x, want)})[ref]
+        for value in values:
+            for want in self._recipe.elsewhere.get(value, ()):
+                x = self._here[value] if value in self._here else self._values[value]
+                self._moved[value, want] = _move({value: (x, want)})[value]
 
     def _deliver(self) -> list[Any]:
-        recipe = self._recipe
-        avals = recipe.graph.avals
+        """The output leaves, in one batch of moves for those that are not in place. Equal values stay one array."""
+        recipe, wanted = self._recipe, self._recipe.wanted
         pending: dict[Any, tuple[Any, NamedSharding]] = {}
-        slots: list[Any] = []
-        for i, (ref, want, planned) in enumerate(
-            zip(recipe.refs, recipe.wanted.shardings, recipe.wanted.planned, strict=True)
-        ):
-            key = (ref if isinstance(ref, int) else ("leaf", i), want)
+        paths: list[str] = []
+        keys: list[Any] = []
+        for i, (ref, want) in enumerate(zip(recipe.refs, wanted.shardings, strict=True)):
+            passed_through = ref is None or (isinstance(ref, int) and ref in self._given)
+            if passed_through and not wanted.planned[i]:
+                want = None
+            key = (("static", id(recipe.traced.statics[i])) if ref is None else ref, want)
+            keys.append(key)
             if key in self._moved or key in pending:
-                slots.append(key)
                 continue
-            if ref is None or (isinstance(ref, int) and ref in self._given):
+            if passed_through:
                 x = recipe.traced.statics[i] if ref is None else self._arguments[ref]
-                if not planned:
-                    want = None
-            elif isinstance(ref, Constant):
-                x = _literal(ref)
-            elif ref in self._here:
-                x = self._here[ref]
-            elif ref in self._values:
-                x, want = self._values[ref], None
             else:
-                place = recipe.tape_places[ref]
-                x = typed(_small(self._words[place : place + word_count(avals[ref])], avals[ref]), avals[ref])
-            if want is not None:
+                x = self._output(ref, want)
+            if want is None or (isinstance(ref, int) and self._in_place(ref, want)):
+                self._moved[key] = x
+            else:
                 pending[key] = (x, want)
-            else:
-                self._moved[key] = _on_default(x) if ref is not None else x
-            slots.append(key)
-        self._moved |= _move(pending)
-        return [self._moved[key] for key in slots]
+                paths.append(wanted.paths[i])
+        self._moved |= _move(pending, paths)
+        return [self._moved[key] for key in keys]
+
+    def _in_place(self, value: int, want: NamedSharding | None) -> bool:
+        return value in self._values and value in self._recipe.places and self._recipe.places[value] == want
+
+    def _output(self, ref: Ref, want: NamedSharding | None) -> Any:
+        avals = self._recipe.graph.avals
+        if isinstance(ref, Constant):
+            return typed(jnp.asarray(ref.value, ref.aval.dtype), ref.aval)
+        if ref in self._here and not self._in_place(ref, want):
+            return self._here[ref]
+        if ref in self._values:
+            return self._values[ref]
+        place = self._recipe.tape_places[ref]
+        x = _small(self._words[place : place + word_count(avals[ref])], avals[ref])
+        with compat.no_context_mesh():
+            return typed(jnp.asarray(x), avals[ref])
 
 
 def _small(words: np.ndarray, aval: Any) -> Any:
     if not compat.is_key_array(aval):
         return host_value(words, aval)
     return jax.random.wrap_key_data(words.reshape(*aval.shape, -1), impl=key_impl(aval.dtype))
-
-
-def _literal(ref: Constant) -> Any:
-    return typed(jnp.asarray(ref.value, ref.aval.dtype), ref.aval)
-
-
-def _on_default(x: Any) -> Any:
-    if not isinstance(x, np.ndarray):
-        return x
-    with compat.no_context_mesh():
-        return jnp.asarray(x)
 
 
 def _move(work: dict[Any, tuple[Any, NamedSharding]], paths: Sequence[str] | None = None) -> dict[Any, Any]:

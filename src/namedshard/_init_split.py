@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from namedshard import _jaxcompat as compat
-from namedshard._init_jaxpr import Constant, Graph, Op, Ref, Traits, aval_key, freeze, freeze_op, traits
+from namedshard._init_jaxpr import Constant, Graph, Op, Ref, Traits, aval_key, freeze_op, literal_key, traits
 from namedshard._init_tape import Tape, has_words, is_small, word_count
 from namedshard._mesh import MeshLike
 
@@ -293,7 +293,7 @@ def _call(
     def read(ref: Ref) -> Any:
         if isinstance(ref, Constant):
             if not has_words(ref.aval):
-                return "literal", freeze(ref.value), aval_key(ref.aval)
+                return literal_key(ref.value, ref.aval)
             return word(("constant", id(ref)), ref, ref.aval)
         if ref in made:
             return "made", made[ref]
@@ -336,7 +336,7 @@ def _joined(calls: Sequence[Call], cut: Cut) -> Call:
         # One word for each number: the compiler then makes equal constants once and copies them.
         known: dict[Any, Ref] = {}
         for i, op in enumerate(ops):
-            keys = [(aval_key(r.aval), freeze(r.value)) if isinstance(r, Constant) else r for r in op.inputs]
+            keys = [literal_key(r.value, r.aval) if isinstance(r, Constant) else r for r in op.inputs]
             shared = tuple(known.setdefault(key, ref) for key, ref in zip(keys, op.inputs, strict=True))
             ops[i] = dataclasses.replace(op, inputs=shared)
     return dataclasses.replace(cut(ops, wanted), local=False, inexact=False)

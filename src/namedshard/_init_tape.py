@@ -25,8 +25,12 @@ KEY_BYTES = 64 << 10
 SMALL_SIZE = 128
 """Other arrays up to this number of elements are small values."""
 
-_KEY_OPS = frozenset("random_wrap random_unwrap random_split random_fold_in random_seed slice squeeze unstack".split())
-_KEY_OPS |= frozenset("reshape expand_dims concatenate gather dynamic_slice broadcast_in_dim transpose rev".split())
+_KEY_OPS = frozenset(
+    """
+    random_wrap random_unwrap random_split random_fold_in random_seed slice squeeze unstack reshape expand_dims
+    concatenate gather dynamic_slice broadcast_in_dim transpose rev
+    """.split()  # noqa: SIM905
+)
 
 
 @functools.lru_cache(maxsize=64)
@@ -74,7 +78,7 @@ def word_count(aval: Any) -> int:
 
 
 def is_small(aval: Any, primitive: str | None = None) -> bool:
-    """Small enough for the tape: keys (and, from operations on keys, their words) of some size, other values of less."""
+    """Small enough for the tape: keys (and, from operations on keys, their words) of some size, others of less."""
     if not has_words(aval):
         return False
     keys = compat.is_key_array(aval) or (aval.dtype == jnp.uint32 and (primitive is None or primitive in _KEY_OPS))

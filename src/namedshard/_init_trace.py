@@ -39,7 +39,7 @@ class Request:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Request":
-        """Flatten a call; partial applications are opened, so that making one anew does not look like a new function."""
+        """Flatten a call. Partial applications are opened: made anew for each call, they are no new functions."""
         while isinstance(fn, functools.partial):
             fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
         found, treedef = jax.tree_util.tree_flatten_with_path((fn, args, kwargs))

@@ -146,8 +146,15 @@ def trace_key() -> Hashable:
 
 
 def first_buffer(x: ArrayImpl) -> int:
-    """The address of an array's first shard. Does not wait for the computation that fills it."""
-    return x._arrays[0].unsafe_buffer_pointer()  # pyright: ignore[reportPrivateUsage]
+    """The address of an array's first shard here, or the object's own where there is none or it is not told.
+
+    Does not wait for the computation that fills it.
+    """
+    shards: Any = x._arrays  # pyright: ignore[reportPrivateUsage]
+    try:
+        return shards[0].unsafe_buffer_pointer() if shards else id(x)
+    except jax.errors.JaxRuntimeError:
+        return id(x)
 
 
 def space_of_type(aval: Any) -> Any:

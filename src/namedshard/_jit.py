@@ -32,7 +32,8 @@ class NamedJit:
     """A compiled function of named arrays; made by `named_jit`."""
 
     def __init__(self, fn: Callable[..., Any], options: Options):
-        functools.update_wrapper(self, fn)
+        # Not its attributes: those of a module would hide this object's own.
+        functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
         # A function that holds arrays (a module, a method of one, a partial) is an argument like the others.
@@ -63,6 +64,8 @@ class NamedJit:
             check_live(self._name, arrays, call.live, call.paths)
         if program.donate:
             check_shared(self._name, arrays, program.donate, call.paths)
+        if not call.settled:
+            self._check(call, arrays)
         if call.moves:
             arrays = self._place(arrays, call)
         out = program.jitted(*arrays) if call.settled else self._first_run(call, arrays)
@@ -164,16 +167,22 @@ class NamedJit:
         jit_kwargs = dict(options.jit_kwargs)
         return make_program(self._name, fn, treedef, leaves, mask, mapping, out_mapping, mesh, jit_kwargs)
 
-    def _check(self, call: Call, arrays: Sequence[Any]) -> None:
-        """What only the trace tells; of the arguments' signature, and before anything runs."""
-        program = call.program
+    def _check(self, call: Call, arrays: Sequence[Any]) -> list[Any]:
+        """What only the trace tells, before anything moves or runs; returns the arguments as they will be placed."""
+        program, placed = call.program, list(arrays)
+        for n, want in call.moves:
+            x = placed[n]
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+            weak = bool(getattr(x, "weak_type", False))
+            placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
         with self._store.lock:
             if not program.checked:
-                text = check_trace(program, arrays)
+                text = check_trace(program, placed)
                 if text is not None:
                     self._warn(text)
-            if program.donate:
-                check_donatable(self._name, arrays, program.donate, program.outputs, call.paths)
+        if program.donate:
+            check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
+        return placed
 
     def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
         options = self._options
@@ -234,7 +243,6 @@ class NamedJit:
         return placed
 
     def _first_run(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any]:
-        self._check(call, arrays)
         with compat.count_compiles() as made:
             out = call.program.jitted(*arrays)
         call.program.compiles += made[0]
@@ -305,16 +313,9 @@ class NamedJit:
         )
 
     def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
-        """The arguments as they would be after placement, and the program, traced."""
+        """The arguments as they would be once placed, and the program, traced."""
         call, leaves = self._find(args, kwargs)
-        arrays = list(call.program.picked(leaves))
-        for n, want in call.moves:
-            x = arrays[n]
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-            weak = bool(getattr(x, "weak_type", False))
-            arrays[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
-        self._check(call, arrays)
-        return call, arrays
+        return call, self._check(call, call.program.picked(leaves))
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""

@@ -13,17 +13,19 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, at, message
+from namedshard._errors import ExchangeError, HostValueError, LocalArrayError, OutOfStepError, at, message
 
 DEFAULT_TIMEOUT = 60.0
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,6 +292,75 @@ def _out_of_step(what: str, *lines: str) -> OutOfStepError:
             lines,
             fix="call with the same tree, mapping and mesh, in the same order, on every process",
         )
+    )
+
+
+_BROKEN = "namedshard/broken/"
+
+
+def watched(call: Callable[[], T]) -> T:
+    """Make a call that waits for other processes, for as long as none of them says that it broke off.
+
+    A process that breaks off stays connected, so that those who wait for it alone would not notice.
+
+    Raises:
+        ExchangeError: The call failed here, or an exchange broke off on another process.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(1.0)
+        if thread.is_alive() and (elsewhere := _broken_elsewhere()):
+            raise ExchangeError(_broke_off(elsewhere))
+    if errors:
+        raise ExchangeError(_broke_off(_first_line(errors[0]))) from errors[0]
+    return results[0]
+
+
+@contextlib.contextmanager
+def breaking_off() -> Generator[None, None, None]:
+    """Tell the other processes if what is done here together with them fails here."""
+    try:
+        yield
+    except BaseException as error:
+        client = compat.coordination_client()
+        if client is not None and not isinstance(error, ExchangeError):
+            _tell(client, _first_line(error))
+        elif client is not None and error.__cause__ is not None:
+            _tell(client, _first_line(error.__cause__))
+        raise
+
+
+def _tell(client: Any, text: str) -> None:
+    # The service may be what died.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{_BROKEN}{jax.process_index()}", text, allow_overwrite=True)
+
+
+def _broken_elsewhere() -> str:
+    client = compat.coordination_client()
+    found = {} if client is None else dict(client.key_value_dir_get(_BROKEN))
+    return next((f"process {key.removeprefix(_BROKEN)}: {text}" for key, text in sorted(found.items())), "")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _broke_off(line: str) -> str:
+    return message(
+        "the exchange of arrays between processes broke off: a process died, or failed, or the network did",
+        [line],
+        fix="look for the first error among all processes, and start the job again",
     )
 
 

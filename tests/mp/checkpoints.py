@@ -8,7 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import Recorder, write
-from mp.tools import *
+
+from mp.tools import (
+    COUNT,
+    DEVICES,
+    EXPLICIT,
+    ME,
+    check,
+    equal,
+    interleaved,
+    jax,
+    jnp,
+    mesh,
+    named,
+    np,
+    ns,
+    own,
+    put,
+    values,
+)
 from mp.tools import PartitionSpec as P
 from namedshard._jaxcompat import coordination_client
 from namedshard._safetensors import _load
@@ -78,7 +96,7 @@ def case_each_process_reads_its_share() -> list[float]:
 
 def case_half_the_bytes_each_when_split_by_columns() -> float:
     path = given("columns.safetensors", {"x": VALUE})
-    tree, count = load(
+    _, count = load(
         path, {"x": named(jax.ShapeDtypeStruct(VALUE.shape, np.float32), "a b")}, mapping={"b": "x"}, mesh=LINE
     )
     assert count == VALUE.nbytes * len(own(ME)) // N
@@ -146,6 +164,7 @@ def case_a_failure_on_one_process_is_told_to_all_and_leaves_what_was_there() -> 
         PartialFile.write = broken
     try:
         ns.save_safetensors(placed(), path, max_shard_size=VALUE.nbytes + 1)
+        told = "nothing"
     except ns.CheckpointError as error:
         told = str(error).splitlines()[0].removeprefix(f"{path}: ")
     finally:

@@ -104,16 +104,12 @@ def case_another_keeper_and_budget() -> None:
     equal(lines[1:3], ["  process 0 calls to_host(budget=200)", "  process 1 calls to_host(budget=100)"])
 
 
-def who(*absent: int) -> str:
-    """Processes in a message."""
-    return f"process {absent[0]}" if len(absent) == 1 else f"processes {', '.join(map(str, absent))}"
-
-
 def absent(function: str, seconds: float, *processes: int, missed: str = "") -> str:
     """The message for processes that make no call."""
+    who = f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"
     note = f"  this process had not made {missed} that the others had stopped waiting for\n" if missed else ""
     return (
-        f"{function}: {who(*processes)} did not make this call within {seconds:g} s\n{note}"
+        f"{function}: {who} did not make this call within {seconds:g} s\n{note}"
         "  fix: make the same calls in the same order on every process, or wait longer: ns.collective_timeout"
     )
 
@@ -128,7 +124,8 @@ def case_a_process_that_makes_no_call() -> None:
         if missing != ME:
             with ns.collective_timeout(1):
                 said = message_of(ns.OutOfStepError, lambda: ns.shard(x(), MAPPING, OTHER))
-            equal(said, absent("shard", 1, missing))
+            # The one that was absent last time is told so.
+            equal(said, absent("shard", 1, missing, missed="one earlier call" if ME == missing - 1 else ""))
             equal(time.monotonic() - started < 30, True)
         together()
     # Each was absent once, and joins in.
@@ -140,7 +137,8 @@ def case_only_one_process_makes_a_call() -> None:
         if caller == ME:
             with ns.collective_timeout(0.5):
                 said = message_of(ns.OutOfStepError, lambda: ns.to_host(x()))
-            equal(said, absent("to_host", 0.5, *without(caller)))
+            missed = "one earlier call" if caller == 1 else f"{caller} earlier calls" if caller else ""
+            equal(said, absent("to_host", 0.5, *without(caller), missed=missed))
         together()
     still_works()
 

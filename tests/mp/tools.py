@@ -159,5 +159,6 @@ __all__ = [
     "put",
     "raw",
     "same_bits",
+    "together",
     "values",
 ]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -81,14 +82,23 @@ def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
     parts = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
     headers: dict[str, dict[str, TensorInfo]] = {}
     absent: list[str] = []
-    for file, where in parts.items():
+
+    def header(where: str) -> dict[str, TensorInfo] | CheckpointError:
         try:
-            headers[file] = _header_of(where, files)
-        except HeaderError:
-            raise
+            return _header_of(where, files)
         except CheckpointError as error:
-            count = sum(f == file for f in weight_map.values())
-            absent.append(f"{file} ({count} tensor{'s' * (count != 1)}): {str(error).splitlines()[0]}")
+            return error
+
+    # Of a remote checkpoint, the headers of many files take long to arrive one by one.
+    with ThreadPoolExecutor(8, thread_name_prefix="namedshard-headers") as pool:
+        for file, found in zip(parts, pool.map(header, parts.values()), strict=True):
+            if isinstance(found, HeaderError):
+                raise found
+            if isinstance(found, CheckpointError):
+                count = sum(f == file for f in weight_map.values())
+                absent.append(f"{file} ({count} tensor{'s' * (count != 1)}): {str(found).splitlines()[0]}")
+            else:
+                headers[file] = found
     if absent:
         raise CheckpointError(
             message(

@@ -88,7 +88,7 @@ def _reads(batch: Sequence[tuple[Target, Shard]], files: Files, budget: int) -> 
 
 
 def _extremes(values: Sequence[Any]) -> str:
-    low, high = min(values), max(values)
+    low, high = str(min(values)), str(max(values))
     return f"{low} does" if low == high else f"{low} and {high} do"
 
 

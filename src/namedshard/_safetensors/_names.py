@@ -68,7 +68,11 @@ def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
         if isinstance(x, NamedArray):
             if not is_array_like(x.array):
                 return x
-            position = next((i for i, axis in enumerate(x.axes) if axis.name == block.name), None)
+            try:
+                position = next((i for i, axis in enumerate(x.axes) if axis.name == block.name), None)
+            except ValueError:
+                # The names do not fit the array, which is then a plain one.
+                return cut(path, x.array)
             dims[where] = position
             if position is None:
                 return x

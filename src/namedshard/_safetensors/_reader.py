@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
+import jax
+import ml_dtypes
 import numpy as np
 
 from namedshard._safetensors._layout import Bounds, Part, leaf_view, overlap
@@ -62,11 +64,17 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))
 
 
+def scaled(array: np.ndarray, factor: float, dtype: np.dtype[Any]) -> np.ndarray:
+    """An array times a number, rounded once."""
+    wide = np.complex128 if dtype.kind == "c" else np.float64
+    return (array.astype(wide) * factor).astype(dtype)
+
+
 def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: Shard) -> None:
     if job.dtype == np.bool_:
         source = np.asarray(source.view(np.uint8) != 0)
     if job.scale != 1:
-        source = (source.astype(np.float64) / job.scale).astype(job.dtype)
+        source = scaled(source, 1 / job.scale, job.dtype)
     if shard.check:
         _check(job, source, shard)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -76,17 +84,19 @@ def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: Shard) -> No
 def _check(job: Job, source: np.ndarray, shard: Shard) -> None:
     """Note the lowest and the highest value that the shard's dtype cannot hold."""
     kind = shard.array.dtype
-    if source.dtype.kind == "f":
-        finite = source[np.isfinite(source)]
-        if not finite.size:
-            return
-        least, most = finite.min(), finite.max()
+    whole = jax.numpy.issubdtype(kind, np.integer)
+    if not whole:
+        source = source[np.isfinite(source)]
+    if not source.size:
+        return
+    least, most = source.min(), source.max()
+    if whole:
+        info = ml_dtypes.iinfo(kind)
+        # Not "outside of": a value that is no number compares with none.
+        too_low, too_high = not least >= info.min, not most <= info.max
+    else:
         with np.errstate(over="ignore"):
             too_low, too_high = not np.isfinite(least.astype(kind)), not np.isfinite(most.astype(kind))
-    else:
-        least, most = source.min(), source.max()
-        info = np.iinfo(kind)
-        too_low, too_high = int(least) < int(info.min), int(most) > int(info.max)
     with shard.lock:
         low, high = shard.unfit.get(job.name, (None, None))
         low = least if too_low and (low is None or least < low) else low

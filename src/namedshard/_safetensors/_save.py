@@ -25,7 +25,7 @@ from namedshard._safetensors._outgoing import Outgoing, outgoing
 from namedshard._safetensors._progress import Progress, reporting
 from namedshard._safetensors._pull import Pieces, gathered, pieces_of
 from namedshard._safetensors._ranges import LOCAL, Chunk, Habits, chunks, run_offsets
-from namedshard._safetensors._reader import within
+from namedshard._safetensors._reader import scaled, within
 from namedshard._safetensors._remote import is_url
 from namedshard._safetensors._targets import DTypes
 from namedshard._safetensors._together import everyone_says
@@ -127,7 +127,7 @@ def _write_chunk(file: PartialFile, tensor: Outgoing, pieces: Pieces, index: int
     if data.dtype != tensor.dtype and data.dtype.kind in "iu":
         _check_fits(tensor, data)
     if tensor.scale != 1:
-        data = data.astype(np.float64) * tensor.scale
+        data = scaled(data, tensor.scale, tensor.dtype)
     flat = np.ascontiguousarray(data, dtype=tensor.dtype).reshape(-1).view(np.uint8)
     lines = memoryview(flat)
     for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):

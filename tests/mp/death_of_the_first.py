@@ -1,0 +1,22 @@
+"""The process that runs JAX's coordination service is killed, and JAX ends the others."""
+
+import time
+
+from mp import deaths
+from mp.tools import *
+from multiprocess import die
+from namedshard import _collective as collective
+
+ALONE = True
+deaths.VICTIM = 0
+
+
+def case_during_a_move() -> None:
+    tree, (where, mapping, _) = deaths.big(), deaths.PLACES["interleaved"]
+    ns.shard(tree, mapping, where)
+    collective.CHUNK_BYTES = 1 << 16
+    deaths.at_step(3, die)
+    try:
+        deaths.ends(lambda: ns.shard(tree, mapping, where))
+    finally:
+        time.sleep(200)

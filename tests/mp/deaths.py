@@ -1,0 +1,99 @@
+"""One process is killed in the middle of something; the others end with an error in bounded time."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mp.moves import PLACES
+from mp.tools import *
+from namedshard import _collective as collective
+from multiprocess import die
+
+# The cases are alone in their job, and its processes cannot meet at its end.
+ALONE = True
+VICTIM = COUNT - 1
+
+
+def at_step(number: int, what: Callable[[], None]) -> None:
+    """Let the victim do this when it comes to this step of the next exchange."""
+    real = collective._program
+
+    def program(*args: Any) -> Any:
+        step = real(*args)
+
+        def stepping(outgoing: Any) -> Any:
+            steps.append(1)
+            if ME == VICTIM and len(steps) == number:
+                what()
+            return step(outgoing)
+
+        return stepping
+
+    steps: list[int] = []
+    collective._program = program
+
+
+def big() -> dict[str, Any]:
+    value = values(np.float32, (240, 64, 10))
+    return {str(i): named(put(value, PLACES["all"][0], PLACES["all"][2]), "a b c") for i in range(4)}
+
+
+def ends(call: Any) -> None:
+    """Check the error that a call ends with: at once where the connection is lost, soon after it on the others."""
+    started = time.monotonic()
+    lines = message_of(ns.ExchangeError, call).splitlines()
+    # JAX itself would end the job only when the dead process has sent no sign of life for a minute.
+    equal(time.monotonic() - started < 40, True)
+    equal(lines[0], "the exchange of arrays between processes broke off: a process died, or failed, or the network did")
+    noticed = lines[1].removeprefix("  ").removeprefix(f"process {1 - ME}: ")
+    equal(noticed.startswith("JaxRuntimeError: UNKNOWN: Gloo collective permute failed"), True)
+    equal(lines[2:], ["  fix: look for the first error among all processes, and start the job again"])
+
+
+def case_during_a_move() -> None:
+    tree, (where, mapping, _) = big(), PLACES["interleaved"]
+    ns.shard(tree, mapping, where)
+    collective.CHUNK_BYTES = 1 << 16
+    at_step(3, die)
+    ends(lambda: ns.shard(tree, mapping, where))
+
+
+def case_during_a_gather() -> None:
+    tree = big()
+    ns.to_host(tree, process=0)
+    at_step(3, die)
+    ends(lambda: ns.to_host(tree, process=0, budget="200KB"))
+
+
+def case_before_a_call() -> None:
+    """The others wait for it no longer than they would for one that is late."""
+    tree = big()
+    ns.to_host(tree)
+    if ME == VICTIM:
+        die()
+    with ns.collective_timeout(2):
+        said = message_of(ns.OutOfStepError, lambda: ns.to_host(tree))
+    equal(said.splitlines()[0], f"to_host: process {VICTIM} did not make this call within 2 s")
+
+
+def case_a_failure() -> None:
+    """A process that lives, but does not go on."""
+
+    def fail() -> None:
+        raise MemoryError("no more of it")
+
+    tree, (where, mapping, _) = big(), PLACES["interleaved"]
+    collective.CHUNK_BYTES = 1 << 16
+    at_step(3, fail)
+    if ME == VICTIM:
+        equal(message_of(MemoryError, lambda: ns.shard(tree, mapping, where)), "no more of it")
+    else:
+        said = message_of(ns.ExchangeError, lambda: ns.shard(tree, mapping, where))
+        equal(
+            said,
+            "the exchange of arrays between processes broke off: a process died, or failed, or the network did\n"
+            f"  process {VICTIM}: MemoryError: no more of it\n"
+            "  fix: look for the first error among all processes, and start the job again",
+        )
+    # Its connection stays until it ends.
+    together()

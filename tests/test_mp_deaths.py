@@ -1,0 +1,22 @@
+"""A process that is killed in the middle of a job."""
+
+import multiprocess
+import pytest
+
+
+@pytest.mark.parametrize("case", ["during_a_move", "during_a_gather", "before_a_call"])
+def test_one_process(case: str) -> None:
+    job = multiprocess.run("deaths", [2, 2, 2], dying=[2], only=case)
+    assert job.exits == [0, 0, -9]
+    assert job.seconds < 200
+
+
+def test_a_process_that_fails_and_lives() -> None:
+    multiprocess.run("deaths", [2, 2, 2], only="a_failure")
+
+
+def test_the_first_process() -> None:
+    job = multiprocess.run("death_of_the_first", [2, 2], dying=[0, 1])
+    assert job.exits == [-9, -6]
+    assert "Terminating process because the JAX distributed service detected fatal errors" in job.outputs[1]
+    assert job.seconds < 200
