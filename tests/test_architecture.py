@@ -86,6 +86,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "processes",
         },
     ),
+    "testing": ({"testing"}, {"checkpoints", "errors", "gather", "leaves", "mapping", "mesh", "plan"}),
     "command line": (
         {"__main__", "_cli"},
         {"checkpoints", "errors", "explain", "leaves", "mapping", "report"},

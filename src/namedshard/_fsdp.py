@@ -45,9 +45,9 @@ def fsdp(
         >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
         >>> step = ns.fsdp(lambda w: w * 2, {"embed": "data"}, {"batch": "data"})
         >>> with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("data",))):
-        ...     w = step(hax.named(jnp.ones(4), "embed"))
-        >>> w.array.sharding.spec
-        PartitionSpec('data',)
+        ...     w = step(hax.named(jnp.arange(4.0), "embed"))
+        >>> w.array.tolist()
+        [0.0, 2.0, 4.0, 6.0]
     """
     if fn is not None and not callable(fn):
         fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping

@@ -160,8 +160,8 @@ def shard(
         >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         >>> x = ns.shard(hax.named(jnp.arange(8.0), "batch"), {"batch": "data"}, mesh)
-        >>> x.array.sharding.spec
-        PartitionSpec('data',)
+        >>> tuple(x.array.sharding.spec)
+        ('data',)
     """
     found = resolve_mapping(mapping)
     if found is None:

@@ -1,0 +1,94 @@
+"""Puts the figures of `python -m benchmarks` into docs/benchmarks.md, and a plot beside it.
+
+    python scripts/benchmark_page.py [--results FOLDER] [--page FILE]
+
+Between `<!-- begin NAME -->` and `<!-- end NAME -->` stand the machine and the table of that benchmark's last full run.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+NOT_RUN = "Not run yet on this machine kind.\n"
+PLOT = "init.svg"
+
+
+class Outdated(Exception):
+    """Which results do not fit their benchmark any more."""
+
+
+def machine(kind: dict[str, Any]) -> str:
+    """Returns the machine that results come from, as one sentence."""
+    return (
+        f"On {kind['cpu']} with {kind['cores']} cores; Python {kind['python']}, jax {kind['jax']}, {kind['devices']}"
+        " devices:\n"
+    )
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draws the time of the first call of an initialiser over the number of blocks."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    # The same figures give the same file.
+    matplotlib.rcParams["svg.hashsalt"] = "namedshard"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for method, by_blocks in results["unstacked"].items():
+        blocks = [int(n) for n in by_blocks]
+        axes.plot(blocks, [r["first"] for r in by_blocks.values()], marker="o", label=method)
+    axes.set_xlabel("blocks")
+    axes.set_ylabel("first call, seconds")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def block(name: str, folder: Path, page: Path) -> str:
+    """Returns what stands between the marks of one benchmark."""
+    file = folder / f"{name}.json"
+    if not file.is_file():
+        return NOT_RUN
+    found = json.loads(file.read_text())
+    try:
+        text = importlib.import_module(f"benchmarks.{name}").table(found["results"])
+    except (AttributeError, LookupError, TypeError) as error:
+        raise Outdated(f"{file} does not fit the benchmark ({error!r}): run python -m benchmarks {name}") from error
+    lines = "\n".join(line.rstrip() for line in text.splitlines())
+    block = f"{machine(found['machine'])}\n```text\n{lines}\n```\n"
+    if name == "init":
+        plot(found["results"], page.parent / PLOT)
+        block += f"\n![Time of the first call over the number of blocks]({PLOT})\n"
+    return block
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Put benchmark results into the documentation.")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
+    arguments = parser.parse_args()
+    page: Path = arguments.page
+    sys.path.insert(0, str(ROOT))
+    before = page.read_text()
+    try:
+        after = BLOCK.sub(lambda m: f"{m[1]}{block(m[2], arguments.results, page)}{m[3]}", before)
+    except Outdated as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    page.write_text(after)
+    print(", ".join(f"{m[2]}: {'not run' if NOT_RUN in m[0] else 'shown'}" for m in BLOCK.finditer(after)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

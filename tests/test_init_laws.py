@@ -1,0 +1,216 @@
+"""Laws of `init` over a catalogue of models: the values are those of eager execution, and each leaf is where planned."""
+
+import functools
+import warnings
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import init_models
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from support import AUTO, DEVICES, EXPLICIT, bits, mesh
+
+import namedshard as ns
+from namedshard import _init_split as splitting
+
+MESHES = {
+    "8x1": mesh((8, 1), "data model"),
+    "4x2 mixed": mesh((4, 2), "data model", (AUTO, EXPLICIT)),
+    "2x4 explicit, reversed": mesh((2, 4), "data model", EXPLICIT, DEVICES[::-1]),
+}
+NAMES = {"embed": "data", "odd": "data", "mlp": "model", "vocab": "model", "heads": "model", "expert": "model"}
+MAPPING = ns.AxisMapping({name: ns.first(axis, None) for name, axis in NAMES.items()})
+
+
+@functools.cache
+def eager(name: str) -> Any:
+    fn, args = init_models.CATALOGUE[name]()
+    return fn(*args)
+
+
+def assert_same(made: Any, wanted: Any) -> None:
+    """Equal structures, statics, dtypes, weak types and bits."""
+    left, right = jax.tree_util.tree_flatten_with_path(made), jax.tree_util.tree_flatten_with_path(wanted)
+    assert left[1] == right[1]
+    for (path, a), (_, b) in zip(left[0], right[0], strict=True):
+        if isinstance(b, jax.Array | np.ndarray):
+            kinds = [(type(x), x.shape, x.dtype, getattr(x, "weak_type", False)) for x in (a, b)]
+            assert kinds[0] == kinds[1], path
+            assert bits(a) == bits(b), path
+        else:
+            assert a is b or a == b, path
+
+
+def assert_planned(made: Any, on: Mesh) -> None:
+    """Every named leaf is exactly where the planner says, and everything made here is on the mesh."""
+    plan = ns.plan(made, MAPPING, on)
+    for planned, x in zip(plan.leaves, jax.tree.leaves(made), strict=True):
+        wanted = plan.sharding_of(planned)
+        if wanted is not None:
+            assert x.sharding == wanted, planned.path
+            assert x.committed, planned.path
+
+
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("name", init_models.CATALOGUE)
+def test_values_are_eager_and_places_are_planned(name: str, where: str) -> None:
+    fn, args = init_models.CATALOGUE[name]()
+    made, report = ns.init(fn, *args, mapping=MAPPING, mesh=MESHES[where], report=True)
+    assert not any(program.inexact for program in report.programs)
+    assert_same(made, eager(name))
+    assert_planned(made, MESHES[where])
+
+
+@pytest.mark.parametrize("name", init_models.CATALOGUE)
+def test_without_a_mesh(name: str) -> None:
+    fn, args = init_models.CATALOGUE[name]()
+    made = ns.init(fn, *args)
+    assert_same(made, eager(name))
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(eager(name)), strict=True):
+        if isinstance(b, jax.Array):
+            assert (a.sharding, a.committed) == (b.sharding, b.committed)
+
+
+@pytest.mark.parametrize("name", ["tied", "data_dependent", "jitted_model", "loops"])
+def test_exact(name: str) -> None:
+    fn, args = init_models.CATALOGUE[name]()
+    made, report = ns.init(fn, *args, mapping=MAPPING, mesh=MESHES["4x2 mixed"], report=True, exact=True)
+    assert not any(program.inexact for program in report.programs)
+    assert_same(made, eager(name))
+    assert_planned(made, MESHES["4x2 mixed"])
+
+
+def test_tied_leaves_stay_one_array() -> None:
+    fn, args = init_models.CATALOGUE["tied"]()
+    for made in (ns.init(fn, *args), ns.init(fn, *args, mapping=MAPPING, mesh=MESHES["8x1"])):
+        assert made["embed"].array is made["head"].array
+        assert made["twice"].array is not made["head"].array
+
+
+def test_other_keys_give_other_values_without_compiling() -> None:
+    traces = 0
+
+    def fn(key: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return init_models.dense(key)
+
+    first = ns.init(fn, jr.PRNGKey(0), mapping=MAPPING, mesh=MESHES["8x1"])
+    second, report = ns.init(fn, jr.PRNGKey(1), mapping=MAPPING, mesh=MESHES["8x1"], report=True)
+    assert traces == 1
+    assert report.trace_seconds == 0
+    assert [program.compile_seconds for program in report.programs] == [0] * len(report.programs)
+    assert_same(first, init_models.dense(jr.PRNGKey(0)))
+    assert_same(second, init_models.dense(jr.PRNGKey(1)))
+
+
+# --- where the last bit could change ----------------------------------------------------------------------------------
+
+
+def _large(key: Any) -> Any:
+    """Leaves too large to be made whole: one has rows that are no multiple of 16, one is divided by sums."""
+    w = jr.normal(key, (2048, 128))
+    return {
+        "ragged": hax.named(jr.normal(key, (2048, 130)), ("embed", "odd")),
+        "normed": hax.named(w / jnp.sqrt((w * w).sum(0)), ("embed", "mlp")),
+        "plain": hax.named(jr.uniform(key, (2048, 130)), ("embed", "odd")),
+    }
+
+
+LARGE = {"embed": "data", "mlp": "model", "odd": "model"}
+
+
+def test_the_report_says_which_programs_may_differ_in_the_last_bit() -> None:
+    key = jr.PRNGKey(2)
+    made, report = ns.init(_large, key, mapping=LARGE, mesh=MESHES["4x2 mixed"], report=True)
+    inexact = sorted(program.name for program in report.programs if program.inexact)
+    assert inexact == ["init_normal", "init_normal"]
+    assert report.local == 0
+    wanted = _large(key)
+    assert bits(made["plain"].array) == bits(wanted["plain"].array)
+    for name in ("ragged", "normed"):
+        np.testing.assert_allclose(made[name].array, wanted[name].array, rtol=3e-7, atol=3e-7)
+
+
+def test_exact_makes_them_whole() -> None:
+    key = jr.PRNGKey(2)
+    made, report = ns.init(_large, key, mapping=LARGE, mesh=MESHES["4x2 mixed"], report=True, exact=True)
+    assert report.local == 2
+    assert not any(program.inexact for program in report.programs)
+    assert_same(made, _large(key))
+    assert made["ragged"].array.sharding.spec == jax.sharding.PartitionSpec("data", "model")
+
+
+DRAWS = {
+    "normal": jr.normal,
+    "exponential": jr.exponential,
+    "truncated": functools.partial(jr.truncated_normal, lower=-2.0, upper=2.0),
+    "bf16": functools.partial(jr.normal, dtype=jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("shape", [(64,), (24, 32), (3, 4, 5, 32), (52, 80)])
+def test_rows_of_whole_vectors_are_exact_however_split(draw: str, shape: Any, monkeypatch: Any) -> None:
+    """What `init` relies on where it splits approximated functions on CPUs."""
+    monkeypatch.setattr(splitting, "_LEAST_LOCAL", 0)
+    names = ("a", "b", "c", "d")[: len(shape)]
+
+    def fn(key: Any) -> Any:
+        return hax.named(DRAWS[draw](key, shape=shape), names)
+
+    wanted = fn(jr.PRNGKey(5))
+    tried = 0
+    for name, size in zip(names, shape, strict=True):
+        for axis in ("data", "model"):
+            if size % MESHES["4x2 mixed"].shape[axis] == 0:
+                made, report = ns.init(
+                    fn, jr.PRNGKey(5), mapping={name: axis}, mesh=MESHES["4x2 mixed"], report=True
+                )
+                assert report.local == 0
+                if not any(program.inexact for program in report.programs):
+                    tried += 1
+                    assert bits(made.array) == bits(wanted.array)
+    assert tried
+
+
+def test_a_model_whose_axes_round_up_to_the_mesh_is_traced_anew_for_each() -> None:
+    def fn() -> Any:
+        return hax.zeros(ns.round_axis_for_partitioning(hax.Axis("vocab", 17), {"vocab": "data"}))
+
+    sizes = []
+    for n in (8, 5, 2):
+        with jax.set_mesh(mesh((n,), "data")), ns.axis_mapping({"vocab": "data"}):
+            sizes.append(ns.init(fn).array.shape[0])
+    assert sizes == [24, 20, 18]
+
+
+def test_an_equinox_module_as_the_function() -> None:
+    class Scaled(eqx.Module):
+        scale: jax.Array
+        power: int
+
+        def make(self, key: Any) -> Any:
+            return jr.normal(key, (16, 16)) * self.scale**self.power
+
+    module = Scaled(jnp.float32(3.0), 2)
+    assert_same(ns.init(module.make, jr.PRNGKey(1)), module.make(jr.PRNGKey(1)))
+
+
+def test_arguments_that_no_cache_can_hold() -> None:
+    table = np.linspace(0, 1, 5000, dtype=np.float32)
+
+    def fn(key: Any, table: np.ndarray, options: list[Any]) -> Any:
+        return jr.normal(key, (5000,)) * table.max() + table, options
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = ns.init(fn, jr.PRNGKey(1), table, [{1, 2}])
+    assert_same(made, fn(jr.PRNGKey(1), table, [{1, 2}]))
+    table[:] = 7.0
+    assert_same(ns.init(fn, jr.PRNGKey(1), table, []), fn(jr.PRNGKey(1), table, []))
