@@ -323,6 +323,18 @@ def test_a_mapping_needs_a_mesh() -> None:
         told(ns.NoMeshError, double, na(counting(8), "a"))
 
 
+def test_an_abstract_mesh_is_enough_for_shapes_only() -> None:
+    step = ns.named_jit(lambda x: x * 2, {"a": "data"})
+    with jax.sharding.use_abstract_mesh(M8.abstract_mesh):
+        shape = step.eval_shape(na(jax.ShapeDtypeStruct((8,), np.float32), "a")).array
+        assert shape.sharding == NamedSharding(M8.abstract_mesh, P("data"))
+        for _ in range(2):
+            assert told(ns.NoMeshError, step, na(counting(8), "a")) == text(
+                "<lambda>: the mesh in force ('data'=8) is abstract and has no devices",
+                "fix: enter jax.set_mesh with a jax.sharding.Mesh around the call; for eval_shape an abstract one will do",
+            )
+
+
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 def test_two_meshes_in_force() -> None:
     with jax.set_mesh(M8), M42:

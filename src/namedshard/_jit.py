@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._calls import Call, OnMismatch, Options, Report, store_of_function, store_of_structure, weakly
@@ -17,7 +17,7 @@ from namedshard._donation import check_donatable, check_live, check_shared, dona
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
 from namedshard._leaves import Leaf, is_array_like
 from namedshard._mapping import AxisMapping, MappingLike, current_mapping, thread_hint
-from namedshard._mesh import MeshLike, context_mesh
+from namedshard._mesh import MeshLike, context_mesh, describe
 from namedshard._place import place_leaves
 from namedshard._programs import Program, check_trace, make_program, program_key
 from namedshard._stages import Lowered
@@ -65,6 +65,7 @@ class NamedJit:
         if program.donate:
             check_shared(self._name, arrays, program.donate, call.paths)
         if not call.settled:
+            self._require_devices(program.mesh)
             self._check(call, arrays)
         if call.moves:
             arrays = self._place(arrays, call)
@@ -199,6 +200,15 @@ class NamedJit:
                 message(
                     f"{self._name}: no axis mapping and no mesh is in force{hint}",
                     fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
+                )
+            )
+
+    def _require_devices(self, mesh: MeshLike | None) -> None:
+        if isinstance(mesh, AbstractMesh) and compat.nothing_traced():
+            raise NoMeshError(
+                message(
+                    f"{self._name}: the mesh in force ({describe(mesh)}) is abstract and has no devices",
+                    fix="enter jax.set_mesh with a jax.sharding.Mesh around the call; for eval_shape an abstract one will do",
                 )
             )
 
@@ -410,7 +420,8 @@ def named_jit(
     Arrays (JAX's, numpy's and numpy scalars) are traced; every other leaf is static and keyed with its type, so that
     ``1``, ``1.0`` and ``True`` are three programs. The function's Python body runs once per distinct signature.
     Before a new signature runs, every argument is compared with what it must be, and all that do not fit are named at
-    once. The function may be a module or a bound method that holds arrays.
+    once. What a function holds (a module, a method of one, a partial) is an argument like the others; of a method, the
+    instance is the first argument.
 
     Args:
         fn: The function; None to use this as a decorator.
@@ -428,7 +439,7 @@ def named_jit(
         **jit_kwargs: For ``jax.jit``: ``keep_unused``, ``inline``, ``compiler_options``, ...
 
     Returns:
-        The compiled function, with ``lower(...)`` and ``report()``.
+        The compiled function, with `NamedJit.lower`, `NamedJit.eval_shape` and `NamedJit.report`.
 
     Raises:
         TypeError: A keyword is not for this function.
