@@ -64,11 +64,11 @@ def block(name: str, folder: Path, page: Path) -> str:
     except (AttributeError, LookupError, TypeError) as error:
         raise Outdated(f"{file} does not fit the benchmark ({error!r}): run python -m benchmarks {name}") from error
     lines = "\n".join(line.rstrip() for line in text.splitlines())
-    block = f"{machine(found['machine'])}\n```text\n{lines}\n```\n"
+    shown = f"{machine(found['machine'])}\n```text\n{lines}\n```\n"
     if name == "init":
         plot(found["results"], page.parent / PLOT)
-        block += f"\n![Time of the first call over the number of blocks]({PLOT})\n"
-    return block
+        shown += f"\n![Time of the first call over the number of blocks]({PLOT})\n"
+    return shown
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     before = page.read_text()
     try:
-        after = BLOCK.sub(lambda m: f"{m[1]}{block(m[2], arguments.results, page)}{m[3]}", before)
+        after = BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], arguments.results, page)}\n{m[3]}", before)
     except Outdated as problem:
         print(problem, file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The pages about errors and routes leave none out."""
+"""The pages about errors, routes, benchmarks and what is public leave none out."""
 
 import inspect
 import re
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import namedshard as ns
+import namedshard.testing
 from namedshard import _errors
 from namedshard._route import Route
 
@@ -30,6 +32,32 @@ def test_every_error_has_a_section() -> None:
 def test_every_route_has_a_row(route: Route) -> None:
     page = (DOCS / "routes.md").read_text()
     assert len(re.findall(rf"^\| [^|]+ \| `{route.value}` \| [^|]+ \|$", page, re.MULTILINE)) == 1
+
+
+def test_everything_public_is_on_the_api_page_once() -> None:
+    groups = (DOCS / "api.md").read_text().split("\n## ")[1:]
+    shown = [name for group in groups for name in re.findall(r"^::: namedshard\.(\S+)$", group, re.MULTILINE)]
+    helpers = [
+        f"testing.{name}"
+        for name, value in inspect.getmembers(namedshard.testing, inspect.isfunction)
+        if value.__module__ == "namedshard.testing" and not name.startswith("_")
+    ]
+    assert helpers
+    assert sorted(shown) == sorted([*ns.__all__, *helpers])
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == sorted(p.name for p in DOCS.glob("*.md"))
+
+
+def test_every_benchmark_has_a_section_with_its_figures() -> None:
+    folder = DOCS.parent / "benchmarks"
+    there = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")}
+    page = (DOCS / "benchmarks.md").read_text()
+    blocks = re.findall(r"^## (\w+)\n(?:(?!^## ).)*?^<!-- begin \1 -->\n.+?^<!-- end \1 -->$", page, re.M | re.S)
+    # The one for accelerators prints its own text, and is run by hand.
+    assert sorted(blocks) == sorted(there - {"offload_gpu"})
 
 
 @pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.name)

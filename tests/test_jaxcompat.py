@@ -297,6 +297,39 @@ def test_weak_arrays_of_the_same_buffers() -> None:
     assert (weak + jnp.ones((), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+def test_deleted_arrays_are_refused_where_they_are_said_to_be() -> None:
+    assert (jax.__version_info__ < (0, 12)) == compat.CRASHES_ON_DELETED
+    if not compat.CRASHES_ON_DELETED:
+        f, x = jax.jit(lambda x: x + 1), jax.device_put(counting(8), NamedSharding(M8, P("data")))
+        f(x)
+        x.delete()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="deleted"):
+                f(x)
+
+
+def test_what_arrays_are_and_where() -> None:
+    arrays = [jnp.ones(8), jax.device_put(counting(8), NamedSharding(M8, P("data"))), jnp.int32(3)]
+    assert compat.placements(arrays) == (
+        [x.aval for x in arrays],
+        [x.sharding for x in arrays],
+        [x.committed for x in arrays],
+    )
+    for other in (np.ones(3), 1, None, max):
+        with pytest.raises(AttributeError):
+            compat.placements([other])
+    failed: list[bool] = []
+
+    def look(x: Any) -> Any:
+        with pytest.raises(AttributeError):
+            compat.placements([x])
+        failed.append(True)
+        return x * 1.0
+
+    jax.jit(look)(1.0), jax.vmap(look)(jnp.ones(3)), jax.grad(look)(1.0)
+    assert failed == [True] * 3
+
+
 def test_the_address_of_the_first_shard() -> None:
     for x in (jnp.ones(8), jax.device_put(counting(8), NamedSharding(M8_REVERSED, P("data")))):
         assert compat.first_buffer(x) == x.addressable_shards[0].data.unsafe_buffer_pointer()

@@ -4,8 +4,12 @@ import multiprocess
 import pytest
 
 
-@pytest.mark.parametrize("devices", [[4, 4], [2, 2, 2, 2], [5, 3], [2, 4]], ids=str)
-def test_moves(devices: list[int]) -> None:
-    job = multiprocess.run("moves", devices)
-    for case in ("case_every_placement_to_every_other", "case_the_compilers_way"):
-        assert job.returned(case) == [16 * 16] * len(devices)
+def test_two_processes() -> None:
+    job = multiprocess.run("moves", [4, 4])
+    assert job.returned("case_placements_each_to_each") == [16 * 16] * 2
+
+
+@pytest.mark.parametrize("devices", [[2, 2, 2, 2], [5, 3], [2, 4]], ids=str)
+def test_placements(devices: list[int]) -> None:
+    job = multiprocess.run("moves", devices, only="placements")
+    assert job.returned("case_placements_each_to_each") == [16 * 16] * len(devices)

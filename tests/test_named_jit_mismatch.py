@@ -331,7 +331,7 @@ def test_an_abstract_mesh_is_enough_for_shapes_only() -> None:
         for _ in range(2):
             assert told(ns.NoMeshError, step, na(counting(8), "a")) == text(
                 "<lambda>: the mesh in force ('data'=8) is abstract and has no devices",
-                "fix: enter jax.set_mesh with a jax.sharding.Mesh around the call; for eval_shape an abstract one will do",
+                "fix: enter jax.set_mesh(mesh) around the call; an abstract mesh will do for eval_shape",
             )
 
 

@@ -83,6 +83,7 @@ TREES: dict[str, Any] = {
     "none": None,
     "empty": [],
     "nothing": {"a": None, "b": [], "c": {}, "d": ()},
+    "runs": ([x(), x()], (x(), x()), {"b": x(), "a": x()}, [x()], x()),
     "builtin": {"a": [x(), (x(), {"b": x()})], "c": (None, x())},
     "other containers": [collections.OrderedDict(b=x(), a=x()), collections.deque([x()]), Pair(x(), None)],
     "default dict": collections.defaultdict(list, a=x()),

@@ -90,6 +90,7 @@ class Store:
     def __init__(self) -> None:
         self.programs: dict[Hashable, Program] = {}
         self.calls: dict[Hashable, Call] = {}
+        self.last: tuple[Any, Call | None] = (None, None)
         self.lock = threading.RLock()
         self.numbers_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
         self.warned: set[str] = set()

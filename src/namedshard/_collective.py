@@ -63,19 +63,23 @@ def _run(work: Sequence[moves.Move]) -> None:
         _from_host(move)
     if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
         moves.constrain_jit(compiled)
-    if reordered := _with_devices_here(ways[Route.DEVICE_PUT]):
-        moves.two_hops(reordered)
     if exchanged := ways[Route.COLLECTIVE]:
         _exchange_moves(exchanged)
 
 
 def _way(move: moves.Move) -> Route:
+    """FROM_HOST, CONSTRAIN_JIT or COLLECTIVE.
+
+    JAX's own way to another order of devices is left alone: the compiler gathers whole arrays on it, or crashes.
+    """
     if move.route is Route.FROM_HOST:
         return Route.FROM_HOST
-    if move.route is Route.COLLECTIVE or moves.all_cpu(move.want.device_set):
+    if moves.all_cpu(move.want.device_set) or compat.device_order(move.value.sharding) != compat.device_order(
+        move.want
+    ):
         return Route.COLLECTIVE
-    bounded = compiler_stays_bounded(raw(move.value), _raw_sharding(move.value, move.want), move.route)
-    return move.route if bounded else Route.COLLECTIVE
+    bounded = compiler_stays_bounded(raw(move.value), _raw_sharding(move.value, move.want))
+    return Route.CONSTRAIN_JIT if bounded else Route.COLLECTIVE
 
 
 def _with_devices_here(work: Sequence[moves.Move]) -> list[moves.Move]:
@@ -92,14 +96,12 @@ def _nothing_here(move: moves.Move) -> None:
         move.value.delete()
 
 
-def compiler_stays_bounded(x: jax.Array, want: NamedSharding, route: Route) -> bool:
+def compiler_stays_bounded(x: jax.Array, want: NamedSharding) -> bool:
     """Whether the compiler's own way needs at most `CHUNK_BYTES` on a device beyond source and target shards.
 
     For some changes it gathers the whole array on each device.
     """
-    if x.nbytes <= CHUNK_BYTES:
-        return True
-    return route is Route.CONSTRAIN_JIT and _compiled_bytes(x.shape, x.dtype, x.sharding, want) <= CHUNK_BYTES
+    return x.nbytes <= CHUNK_BYTES or _compiled_bytes(x.shape, x.dtype, x.sharding, want) <= CHUNK_BYTES
 
 
 @functools.lru_cache(maxsize=1024)
@@ -257,6 +259,7 @@ def _run_phase(
                 if receiver in slots:
                     for f in schedule.streams[sender, receiver].between(start, stop):
                         write(f.leaf, f.piece, f.box, _slot(slots[receiver][0], f, dtypes[f.leaf]))
+        del slots  # or the next step's would come beside this one's
 
 
 Slots = Sequence[Mapping[int, np.ndarray]]

@@ -96,7 +96,7 @@ def check_live(name: str, arrays: Sequence[Any], live: Sequence[int], paths: Seq
                 [paths[n] for n in gone],
                 fix="use the result of the call that they were donated to",
             )
-        )
+        ) from None
 
 
 def check_donatable(

@@ -24,6 +24,9 @@ SMALLEST_SLOT = 1 << 12
 # Devices that hold the same box take turns in sending it; so many different plans are kept for one pair of layouts.
 TURNS = 8
 
+# What is sent, what is received, and as much again for allocators that do not hand memory back at once.
+_SHARES = 4
+
 Pair = tuple[int, int]
 # A ``jax.Device``, or anything else with an ``id`` and a ``process_index``: plans need no real ones.
 Device: TypeAlias = Any
@@ -252,7 +255,7 @@ def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget
     Args:
         changes: For each array its layout, the wanted one, and the bytes of an element.
         process: Whose own pieces and streams are listed.
-        budget: Bytes that a process may use for slots, sent and received together.
+        budget: Bytes that a process may use; slots, sent and received together, take half of it.
     """
     turns: collections.Counter[tuple[Layout, Layout]] = collections.Counter()
     kinds: collections.Counter[_Between] = collections.Counter()
@@ -294,7 +297,7 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
         left = [sizes[pair] - start for pair in active]
         length = left[0] if len(left) * left[0] <= 1.25 * sum(left) else left[len(left) // 2]
         rounds = _colour(active)
-        most = max(SMALLEST_SLOT, budget // (2 * len(rounds)) // ALIGNMENT * ALIGNMENT)
+        most = max(SMALLEST_SLOT, budget // (_SHARES * len(rounds)) // ALIGNMENT * ALIGNMENT)
         slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(-(-length // -(-length // most)))))
         steps = -(-length // slot_bytes)
         phases.append(Phase(rounds, slot_bytes, start, steps))

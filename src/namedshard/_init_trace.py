@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError, count_of, message
+from namedshard._errors import DeletedArrayError, message
 from namedshard._leaves import named_leaves, path_string
 from namedshard._mapping import AxisMapping, current_mapping
 from namedshard._mesh import MeshLike, context_mesh
@@ -26,6 +26,11 @@ _KEYED_BYTES = 4096
 
 class NotHashable(Exception):
     """The call has an argument that no cache can be keyed on."""
+
+
+def _argument_path(path: tuple[Any, ...]) -> str:
+    """``"args[0]['w']"``: a path within (function, args, kwargs)."""
+    return ("fn", "args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -73,14 +78,15 @@ class Request:
     def check(self) -> None:
         """Raise `DeletedArrayError` for inputs that are gone."""
         gone = [
-            path_string(self.paths[i][1:])
+            _argument_path(self.paths[i])
             for i in self.dynamic
             if isinstance(x := self.leaves[i], compat.ArrayImpl) and x.is_deleted()
         ]
         if gone:
+            total = len(self.dynamic)
             raise DeletedArrayError(
                 message(
-                    f"init: {count_of(len(gone), len(self.dynamic))} of the arguments cannot be read:"
+                    f"init: {len(gone)} of {total} {'argument' if total == 1 else 'arguments'} cannot be read:"
                     " the array was donated or deleted",
                     gone,
                     fix="pass an array that is still alive",

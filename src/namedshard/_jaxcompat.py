@@ -5,7 +5,7 @@ Each name here is used for a reason that no public function serves; ``tests/test
 
 import contextlib
 import threading
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -143,6 +143,19 @@ def trace_key() -> Hashable:
     order matters, is added.
     """
     return _config.trace_context(), _mesh_module.get_concrete_mesh()
+
+
+CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
+"""Whether a jitted function that was called before crashes on a deleted array over several devices (jax 0.10 does)."""
+
+
+def placements(leaves: Sequence[Any]) -> tuple[list[Any], list[Any], list[bool]]:
+    """The avals, shardings and committedness of arrays, without the detour of the public properties.
+
+    Raises:
+        AttributeError: One of them is a tracer, or no array.
+    """
+    return [x.aval for x in leaves], [x._sharding for x in leaves], [x._committed for x in leaves]
 
 
 def first_buffer(x: ArrayImpl) -> int:

@@ -60,7 +60,7 @@ class NamedJit:
         call, leaves = self._find(args, kwargs)
         program = call.program
         arrays = leaves if program.arrays is None else [leaves[i] for i in program.arrays]
-        if any([arrays[n].is_deleted() for n in call.live]):
+        if compat.CRASHES_ON_DELETED or call.moves or not call.settled:
             check_live(self._name, arrays, call.live, call.paths)
         if program.donate:
             check_shared(self._name, arrays, program.donate, call.paths)
@@ -69,35 +69,50 @@ class NamedJit:
             self._check(call, arrays)
         if call.moves:
             arrays = self._place(arrays, call)
-        out = program.jitted(*arrays) if call.settled else self._first_run(call, arrays)
+        try:
+            out = program.jitted(*arrays) if call.settled else self._first_run(call, arrays)
+        except RuntimeError:
+            check_live(self._name, arrays, call.live, call.paths)
+            raise
         store.runs = call.used = store.runs + 1
         return program.finish(out) if program.empty else program.build(out)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
         """What to do for these arguments, and their leaves."""
+        store = self._store
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
-        mapping = self._options.axis_resources
-        if mapping is None:
-            mapping = current_mapping()
-        key = treedef, signature(leaves), mapping, compat.trace_key()
+        given = self._options.axis_resources
+        mapping = current_mapping() if given is None else given
+        context = compat.trace_key()
         try:
-            call = self._store.calls.get(key)
-        except TypeError:
-            check_hashable(self._name, self._walk(args, kwargs))
-            raise
+            now = compat.placements(leaves), mapping, context, treedef
+        except AttributeError:
+            now = None
+        # Mostly the same as in the last call, which is told by identity and faster than by hash.
+        seen, call = store.last
+        key = None
+        if now is None or now != seen:
+            key = treedef, signature(leaves), mapping, context
+            try:
+                call = store.calls.get(key)
+            except TypeError:
+                check_hashable(self._name, self._walk(args, kwargs))
+                raise
         if call is not None and call.held is not None:
             held = held_values(treedef)
-            if not same_objects(held, call.held[0]):
-                # Structures are equal whose static fields are 1, 1.0 and True.
-                numbers = number_types(held)
-                if numbers != call.held[1]:
+            if not same_objects(held, call.held[0]) and (numbers := number_types(held)) != call.held[1]:
+                # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
+                key = treedef, signature(leaves), mapping, context
+                call = store.calls.get(key)
+                if call is not None and call.held is not None and call.held[1] != numbers:
                     key = (*key, numbers)
-                    call = self._store.calls.get(key)
+                    call = store.calls.get(key)
         if call is None:
+            assert key is not None
             call = self._prepare(key, leaves, treedef, mapping, args, kwargs)
+        if key is not None:
+            store.last = now, call
         return call, leaves
-
-    # --- a new signature ----------------------------------------------------------------------------------------------
 
     def _prepare(
         self,
@@ -208,7 +223,7 @@ class NamedJit:
             raise NoMeshError(
                 message(
                     f"{self._name}: the mesh in force ({describe(mesh)}) is abstract and has no devices",
-                    fix="enter jax.set_mesh with a jax.sharding.Mesh around the call; for eval_shape an abstract one will do",
+                    fix="enter jax.set_mesh(mesh) around the call; an abstract mesh will do for eval_shape",
                 )
             )
 

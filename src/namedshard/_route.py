@@ -100,17 +100,17 @@ def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Ro
     return Route.COLLECTIVE
 
 
-def transient_bytes(route: Route, source_shard: int, target_shard: int) -> int:
+def transient_bytes(route: Route, source_shard: int, target_shard: int, *, across: bool) -> int:
     """The most bytes that a leaf takes on one device while it moves, its source and target shards included.
 
     Args:
         route: How it moves.
         source_shard: Bytes of one shard where it is now; 0 on the host.
         target_shard: Bytes of one shard where it is wanted.
+        across: Its source and target are on devices of more than one process.
     """
     if route in (Route.LEFT, Route.ANNOTATE, Route.KEEP, Route.TRACED):
         return 0
     if route is Route.FROM_HOST:
         return target_shard
-    chunk = CHUNK_BYTES if route in (Route.CONSTRAIN_JIT, Route.COLLECTIVE) else 0
-    return source_shard + target_shard + chunk
+    return source_shard + target_shard + (CHUNK_BYTES if across else 0)

@@ -40,6 +40,23 @@ def _pick(index: int) -> Builder:
     return lambda leaves: leaves[index]
 
 
+def _run_of(node: Any) -> slice | None:
+    """The leaves of a container of nothing but leaves, which are consecutive."""
+    children = list(node.values()) if type(node) is dict else node
+    if not children or any(type(x) is not _Slot for x in children):
+        return None
+    return slice(children[0].index, children[-1].index + 1)
+
+
+def _build_run(node: Any, run: slice) -> Builder:
+    if type(node) is list:
+        return lambda leaves: list(leaves[run])
+    if type(node) is tuple:
+        return lambda leaves: tuple(leaves[run])
+    keys = list(node)
+    return lambda leaves: dict(zip(keys, leaves[run], strict=True))
+
+
 def _build(node: Any) -> tuple[Builder, bool]:
     """How to build a node, and whether one object will do for all calls: it has no leaf and cannot be changed."""
     kind = type(node)
@@ -47,6 +64,8 @@ def _build(node: Any) -> tuple[Builder, bool]:
         return _pick(node.index), False
     if node is None:
         return _always(None), True
+    if (run := _run_of(node) if kind in (list, tuple, dict) else None) is not None:
+        return _build_run(node, run), False
     if kind is list:
         parts = [_build(x)[0] for x in node]
         return lambda leaves: [part(leaves) for part in parts], False

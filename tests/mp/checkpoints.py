@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from checkpoints import Recorder, write
+from jax.sharding import PartitionSpec as P
 
+import namedshard as ns
 from mp.tools import (
     COUNT,
     DEVICES,
@@ -17,17 +22,12 @@ from mp.tools import (
     check,
     equal,
     interleaved,
-    jax,
-    jnp,
     mesh,
     named,
-    np,
-    ns,
     own,
     put,
     values,
 )
-from mp.tools import PartitionSpec as P
 from namedshard._jaxcompat import coordination_client
 from namedshard._safetensors import _load
 from namedshard._safetensors._commit import PartialFile

@@ -2,9 +2,10 @@
 
 import time
 
-from mp import deaths
-from mp.tools import *
 from multiprocess import die
+
+import namedshard as ns
+from mp import deaths
 from namedshard import _collective as collective
 
 ALONE = True

@@ -4,10 +4,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mp.moves import PLACES
-from mp.tools import *
-from namedshard import _collective as collective
+import numpy as np
 from multiprocess import die
+
+import namedshard as ns
+from mp.moves import PLACES
+from mp.tools import COUNT, ME, equal, message_of, named, put, together, values
+from namedshard import _collective as collective
 
 # The cases are alone in their job, and its processes cannot meet at its end.
 ALONE = True

@@ -1,7 +1,14 @@
 """What people reported: arrays across processes."""
 
-from mp.tools import *
-from mp.tools import PartitionSpec as P
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import namedshard as ns
+from mp.tools import DEVICES, ME, check, equal, interleaved, mesh, message_of, named, put, same_bits
 
 M8 = mesh((len(DEVICES),), "data")
 FULL = np.arange(32, dtype=np.float32).reshape(8, 4)

@@ -3,8 +3,29 @@
 import itertools
 from typing import Any
 
-from mp.tools import *
-from mp.tools import PartitionSpec as P
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import namedshard as ns
+from mp.tools import (
+    AUTO,
+    COUNT,
+    DEVICES,
+    DTYPES,
+    EXPLICIT,
+    check,
+    equal,
+    interleaved,
+    keys,
+    mesh,
+    named,
+    own,
+    put,
+    values,
+)
 from namedshard import _collective as collective
 
 N = len(DEVICES)
@@ -24,7 +45,7 @@ PLACES: dict[str, tuple[Mesh, dict[str, Any], P]] = {
     "three axes, tuple": (mesh((N // 2, 2, 1), "x y z"), {"a": ("z", "x"), "b": "y"}, P(("z", "x"), "y", None)),
     "some devices": (mesh((N - 2,), "x", devices=DEVICES[1:-1]), {"a": "x"}, P("x", None, None)),
     "one of each": (mesh((COUNT,), "x", devices=[own(p)[-1] for p in range(COUNT)]), {"a": "x"}, P("x", None, None)),
-    "first process": (mesh((len(own(0)),), "x", devices=own(0)), {"a": "x"}, P("x", None, None)),
+    "first process": (mesh((min(4, len(own(0))),), "x", devices=own(0)), {"a": "x"}, P("x", None, None)),
     "last process": (mesh((1,), "x", devices=own(COUNT - 1)), {"b": "x"}, P(None, "x", None)),
     "explicit": (mesh(ALL, "x y", EXPLICIT), {"a": "x", "b": "y"}, P("x", "y", None)),
     "explicit, reversed": (mesh(ALL, "x y", EXPLICIT, DEVICES[::-1]), {"a": "x", "b": "y"}, P("x", "y", None)),
@@ -87,7 +108,7 @@ def case_keys() -> None:
         data = values(np.uint32, (24, size))
         for source, target in itertools.product(("all", "reversed", "some devices", "first process"), PLACES):
             where, mapping, spec = PLACES[target]
-            from_mesh, from_mapping, from_spec = PLACES[source]
+            from_mesh, _, from_spec = PLACES[source]
             x = keys(data, from_mesh, P(from_spec[0]), impl)
             mapping = {k: v for k, v in mapping.items() if k == "a"}
             y = ns.shard(named(x, "a"), mapping, where).array
@@ -117,7 +138,6 @@ def case_empty_and_scalar() -> None:
 
 
 def case_weak_types_stay_weak() -> None:
-    where, mapping, spec = PLACES["all"]
     weak = jnp.broadcast_to(1.5, (24, 24))
     equal(weak.weak_type, True)
     for target in ("all", "interleaved", "first process", "explicit"):
@@ -184,7 +204,7 @@ def case_host_inputs() -> None:
 def case_placements_of_large_arrays_in_small_steps() -> None:
     before, collective.CHUNK_BYTES = collective.CHUNK_BYTES, 1 << 16
     try:
-        big = values(np.float32, (240, 64, 10))
+        big = values(np.float32, (240, 72, 10))
         for source, target in itertools.product(("all", "three axes", "first process", "partly replicated"), PLACES):
             x = put(big, PLACES[source][0], PLACES[source][2])
             where, mapping, spec = PLACES[target]
@@ -208,29 +228,36 @@ SAME_DEVICES = ("all", "transposed", "reversed", "interleaved", "replicated", "e
 def case_the_compilers_way() -> None:
     """What machines with accelerators do, whose memory numpy does not see."""
     before, collective.moves.all_cpu = collective.moves.all_cpu, lambda devices: False
-    compiled: list[str] = []
-    real = collective.moves.constrain_jit, collective.moves.two_hops
-    collective.moves.constrain_jit = lambda work: (compiled.extend("jit" for _ in work), real[0](work))
-    collective.moves.two_hops = lambda work: (compiled.extend("put" for _ in work), real[1](work))
+    compiled: list[Any] = []
+    real = collective.moves.constrain_jit
+    collective.moves.constrain_jit = lambda work: (compiled.extend(work), real(work))
     try:
         for source, target in itertools.product(SAME_DEVICES, SAME_DEVICES):
             where, mapping, spec = PLACES[target]
             out = ns.shard(named(make(np.float32, source), "a b c"), mapping, where).array
             check(out, values(np.float32), where, spec)
+        # Of the moves that are none, none; of the others, those on the same devices in the same order.
+        equal(len(compiled), 3 * 2 + 2 + 2)
+        check(
+            ns.shard(named(make(np.float32, "all", "pinned_host"), "a b c"), {"a": "y"}, PLACES["all"][0]).array,
+            values(np.float32),
+            PLACES["all"][0],
+            P("y"),
+            "pinned_host",
+        )
         data = values(np.uint32, (24, 2))
         where, mapping, spec = PLACES["transposed"]
         y = ns.shard(named(keys(data, PLACES["all"][0], P("x"), "threefry2x32"), "a"), {"a": "y"}, where).array
         check(y, data, where, P("y"))
-        # Not all processes have a device of these two.
-        two = [mesh((2,), "x", devices=DEVICES[:2][::step]) for step in (1, -1)]
-        x = put(values(np.float32), mesh((2,), "x", devices=[DEVICES[0], DEVICES[-1]]), P("x"))
-        for where in (mesh((2,), "x", devices=[DEVICES[0], DEVICES[-1]]), two[0], two[1]):
+        # Not all processes have a device of these.
+        both, first = mesh((2,), "x", devices=[DEVICES[0], DEVICES[-1]]), mesh((2,), "x")
+        x = put(values(np.float32), both, P("x"))
+        for where in (both, first, both):
             for spec, mapping in ((P(None, "x"), {"b": "x"}), (P("x"), {"a": "x"})):
                 x = ns.shard(named(x, "a b c"), mapping, where).array
                 check(x, values(np.float32), where, spec)
-        equal(compiled.count("jit") > 10 and compiled.count("put") > 10, True)
         # Where the compiler would need more than a chunk, the pieces are exchanged.
-        limit, collective.CHUNK_BYTES = collective.CHUNK_BYTES, 1 << 12
+        limit, collective.CHUNK_BYTES = collective.CHUNK_BYTES, 1 << 10
         compiled.clear()
         try:
             for target in SAME_DEVICES:
@@ -239,7 +266,7 @@ def case_the_compilers_way() -> None:
                 check(out, values(np.float32), where, spec)
         finally:
             collective.CHUNK_BYTES = limit
-        equal("put" in compiled, False)
+        equal(len(compiled), 0)
     finally:
         collective.moves.all_cpu = before
-        collective.moves.constrain_jit, collective.moves.two_hops = real
+        collective.moves.constrain_jit = real

@@ -4,9 +4,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import namedshard as ns
 from mp.moves import PLACES, make
-from mp.tools import *
-from mp.tools import PartitionSpec as P
+from mp.tools import COUNT, ME, check, equal, mesh, message_of, named, own, together, values
 
 ALL, MAPPING, _ = PLACES["all"]
 OTHER = PLACES["reversed"][0]
@@ -125,7 +132,7 @@ def case_a_process_that_makes_no_call() -> None:
             with ns.collective_timeout(1):
                 said = message_of(ns.OutOfStepError, lambda: ns.shard(x(), MAPPING, OTHER))
             # The one that was absent last time is told so.
-            equal(said, absent("shard", 1, missing, missed="one earlier call" if ME == missing - 1 else ""))
+            equal(said, absent("shard", 1, missing, missed="one earlier call" if missing - 1 == ME else ""))
             equal(time.monotonic() - started < 30, True)
         together()
     # Each was absent once, and joins in.

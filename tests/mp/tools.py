@@ -1,18 +1,19 @@
 """What the cases build on: meshes over the processes' devices, values of every dtype, exact comparisons."""
 
+import ctypes
+import gc
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import haliax as hax
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import namedshard as ns
 from namedshard._jaxcompat import coordination_client
 
 ME, COUNT = jax.process_index(), jax.process_count()
@@ -119,6 +120,19 @@ def keys(value: np.ndarray, where: Mesh, spec: PartitionSpec, impl: str) -> jax.
     return jax.random.wrap_key_data(put(value, where, PartitionSpec(*spec, None)), impl=impl)
 
 
+def memory(field: str) -> int:
+    """Bytes of memory of this process: ``VmRSS`` now, ``VmHWM`` at the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def forget_peak() -> None:
+    """What was freed goes back to the system, and the peak is that of what is left."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 _barriers = itertools.count()
 
 
@@ -130,35 +144,3 @@ def together() -> None:
 def named(x: Any, names: str) -> hax.NamedArray:
     """A NamedArray over an array."""
     return hax.NamedArray(x, tuple(hax.Axis(n, s) for n, s in zip(names.split(), x.shape, strict=True)))
-
-
-__all__ = [
-    "AUTO",
-    "COUNT",
-    "DEVICES",
-    "DTYPES",
-    "EXPLICIT",
-    "ME",
-    "Mesh",
-    "NamedSharding",
-    "PartitionSpec",
-    "check",
-    "equal",
-    "hax",
-    "interleaved",
-    "jax",
-    "jnp",
-    "keys",
-    "mesh",
-    "message_of",
-    "ml_dtypes",
-    "named",
-    "np",
-    "ns",
-    "own",
-    "put",
-    "raw",
-    "same_bits",
-    "together",
-    "values",
-]
