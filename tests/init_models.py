@@ -191,7 +191,8 @@ CATALOGUE["rbg_keys"] = lambda: (_typed_keys, (jr.key(11, impl="rbg"),))
 
 @model
 def distributions(key: Any) -> Any:
-    draws: list[Callable[..., Any]] = [jr.normal, jr.exponential, functools.partial(jr.uniform, minval=-0.3, maxval=0.7)]
+    uniform = functools.partial(jr.uniform, minval=-0.3, maxval=0.7)
+    draws: list[Callable[..., Any]] = [jr.normal, jr.exponential, uniform]
     shapes = [("embed", "mlp"), ("odd", "mlp"), ("embed", "odd"), ("odd",)]
     sizes = {"embed": 64, "mlp": 128, "odd": 24}
     keys = iter(jr.split(key, 64))

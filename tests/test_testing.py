@@ -56,7 +56,8 @@ def test_assert_equal_bits() -> None:
     assert_equal_bits({"a": jnp.array([nan, -0.0])}, {"a": jnp.array([nan, -0.0])})
     with pytest.raises(AssertionError) as caught:
         assert_equal_bits(
-            {"a": jnp.array([0.0, 1.0]), "b": jnp.ones(2), "c": 1}, {"a": jnp.array([-0.0, 1.0]), "b": jnp.ones(3), "c": 1.0}
+            {"a": jnp.array([0.0, 1.0]), "b": jnp.ones(2), "c": 1},
+            {"a": jnp.array([-0.0, 1.0]), "b": jnp.ones(3), "c": 1.0},
         )
     assert str(caught.value) == (
         "3 of 3 leaves different\n"
@@ -66,9 +67,7 @@ def test_assert_equal_bits() -> None:
     )
     with pytest.raises(AssertionError) as caught:
         assert_equal_bits([1], (1,))
-    assert str(caught.value) == (
-        "the trees have different structures\n  PyTreeDef([*])\n  PyTreeDef((*,))"
-    )
+    assert str(caught.value) == ("the trees have different structures\n  PyTreeDef([*])\n  PyTreeDef((*,))")
 
 
 def test_assert_round_trip(tmp_path: Path) -> None:
@@ -86,8 +85,6 @@ def test_virtual_mesh_and_devices() -> None:
     use_virtual_devices(8)
     with pytest.raises(RuntimeError) as error:
         use_virtual_devices(4)
-    assert str(error.value) == (
-        "JAX has started with 8 devices: call use_virtual_devices(4) before anything uses JAX"
-    )
+    assert str(error.value) == ("JAX has started with 8 devices: call use_virtual_devices(4) before anything uses JAX")
     use_virtual_devices(8)
     assert jax.device_count() == 8

@@ -259,7 +259,7 @@ def _run_phase(
                 if receiver in slots:
                     for f in schedule.streams[sender, receiver].between(start, stop):
                         write(f.leaf, f.piece, f.box, _slot(slots[receiver][0], f, dtypes[f.leaf]))
-        del slots  # or the next step's would come beside this one's
+        slots = None  # or the next step's would come beside this one's
 
 
 Slots = Sequence[Mapping[int, np.ndarray]]

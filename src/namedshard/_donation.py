@@ -85,6 +85,11 @@ def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths:
         )
 
 
+def can_be_deleted(x: Any) -> bool:
+    """Concrete arrays can."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
 def check_live(name: str, arrays: Sequence[Any], live: Sequence[int], paths: Sequence[str]) -> None:
     """Name the arguments that were donated or deleted before. ``live`` numbers those that may have been."""
     gone = [n for n in live if arrays[n].is_deleted()]

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from namedshard import _jaxcompat as compat
 from namedshard._init_jaxpr import BitsMaker
+from namedshard._mesh import MeshLike
 
 _CHUNK = 1 << 15
 _LEAST_CHUNK = 1 << 10
@@ -135,7 +136,7 @@ def bits_maker(targets: Sequence[tuple[tuple[int, ...], NamedSharding | None]]) 
     return bits
 
 
-def _shard_map(fn: Callable[[Array], Array], mesh: Mesh, spec: PartitionSpec) -> Callable[[Array], Array]:
+def _shard_map(fn: Callable[[Array], Array], mesh: MeshLike, spec: PartitionSpec) -> Callable[[Array], Array]:
     return jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive  # pyright: ignore[reportPrivateImportUsage]
 from jaxtyping import Array
 
 from namedshard import _jaxcompat as compat

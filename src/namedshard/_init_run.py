@@ -223,7 +223,7 @@ class Run:
         self._given = set(self._values)
         self._arguments = dict(self._values)
         self._here: dict[int, Any] = {}
-        self._moved: dict[tuple[int, NamedSharding], Any] = {}
+        self._moved: dict[Any, Any] = {}
         self.compile_seconds = 0.0
 
     def run(self) -> list[Any]:
@@ -273,7 +273,7 @@ class Run:
         if value in self._given or len(x.sharding.device_set) == 1:
             return x
         if compat.is_key_array(x):
-            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=key_impl(x.dtype))
         return jnp.asarray(np.asarray(x))
 
     def _distribute(self, values: Sequence[int]) -> None:
@@ -298,17 +298,18 @@ class Run:
         paths: list[str] = []
         keys: list[Any] = []
         for i, (ref, want) in enumerate(zip(recipe.refs, wanted.shardings, strict=True)):
-            passed_through = ref is None or (isinstance(ref, int) and ref in self._given)
-            if passed_through and not wanted.planned[i]:
+            static = recipe.traced.statics[i] if ref is None else None
+            given = isinstance(ref, int) and ref in self._given
+            if (ref is None or given) and not wanted.planned[i]:
                 want = None
-            key = (("static", id(recipe.traced.statics[i])) if ref is None else ref, want)
+            key = (("static", id(static)) if ref is None else ref, want)
             keys.append(key)
             if key in self._moved or key in pending:
                 continue
-            if passed_through:
-                x = recipe.traced.statics[i] if ref is None else self._arguments[ref]
+            if ref is None:
+                x = static
             else:
-                x = self._output(ref, want)
+                x = self._arguments[ref] if given and isinstance(ref, int) else self._output(ref, want)
             if want is None or (isinstance(ref, int) and self._in_place(ref, want)):
                 self._moved[key] = x
             else:
@@ -337,7 +338,7 @@ class Run:
 def _small(words: np.ndarray, aval: Any) -> Any:
     if not compat.is_key_array(aval):
         return host_value(words, aval)
-    return jax.random.wrap_key_data(words.reshape(*aval.shape, -1), impl=key_impl(aval.dtype))
+    return jax.random.wrap_key_data(jnp.asarray(words.reshape(*aval.shape, -1)), impl=key_impl(aval.dtype))
 
 
 def _move(work: dict[Any, tuple[Any, NamedSharding]], paths: Sequence[str] | None = None) -> dict[Any, Any]:

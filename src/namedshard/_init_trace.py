@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -119,18 +119,13 @@ class Request:
         return out
 
 
-@contextlib.contextmanager
-def _auto_context() -> Any:
+def _auto_context() -> contextlib.AbstractContextManager[Any]:
     """The mesh in force with every axis Auto: with Explicit ones, each value would be traced as if replicated."""
     mesh = context_mesh()
     if mesh is None or not compat.any_explicit(mesh):
-        yield
-    elif isinstance(mesh, Mesh):
-        with jax.set_mesh(compat.twin(mesh, AxisType.Auto)):
-            yield
-    else:
-        with jax.sharding.use_abstract_mesh(compat.twin(mesh, AxisType.Auto)):
-            yield
+        return contextlib.nullcontext()
+    auto = compat.twin(mesh, AxisType.Auto)
+    return jax.set_mesh(auto) if isinstance(auto, Mesh) else jax.sharding.use_abstract_mesh(auto)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -177,7 +172,7 @@ def trace(request: Request) -> Traced:
         if slot is None:
             structs.append(static)
         else:
-            aval = closed.out_avals[slot]
+            aval: Any = closed.out_avals[slot]
             structs.append(
                 jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
             )
@@ -187,7 +182,7 @@ def trace(request: Request) -> Traced:
 # --- where results are wanted -----------------------------------------------------------------------------------------
 
 
-def mesh_of(request: Request) -> Mesh | None:
+def mesh_of(request: Request) -> MeshLike | None:
     """The one mesh that all sharded inputs are on, if there is one."""
     meshes = {
         s.mesh

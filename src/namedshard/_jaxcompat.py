@@ -6,7 +6,7 @@ Each name here is used for a reason that no public function serves; ``tests/test
 import contextlib
 import threading
 from collections.abc import Generator, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +79,18 @@ def no_context_mesh() -> Generator[None, None, None]:
             _holders.device_context.set_local(concrete)
 
 
-def twin(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
+_MeshT = TypeVar("_MeshT", bound=Mesh | AbstractMesh)
+
+
+def twin(mesh: _MeshT, axis_type: AxisType) -> _MeshT:
     """The same devices and names with every axis of one type."""
     types = (axis_type,) * len(mesh.axis_names)
-    if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    made: Any = (
+        Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        if isinstance(mesh, Mesh)
+        else mesh.update(axis_types=types)
+    )
+    return made
 
 
 def memory_kind_of_traced(x: Any) -> str:

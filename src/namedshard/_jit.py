@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._calls import Call, OnMismatch, Options, Report, store_of_function, store_of_structure, weakly
-from namedshard._donation import check_donatable, check_live, check_shared, donation_mask
+from namedshard._donation import can_be_deleted, check_donatable, check_live, check_shared, donation_mask
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
 from namedshard._leaves import Leaf, is_array_like
 from namedshard._mapping import AxisMapping, MappingLike, current_mapping, thread_hint
@@ -157,7 +157,7 @@ class NamedJit:
                 program,
                 tuple(leaf.path for leaf in walked),
                 tuple(walked[i].path for i in position),
-                tuple(n for i, n in position.items() if _can_be_deleted(leaves[i])),
+                tuple(n for i, n in position.items() if can_be_deleted(leaves[i])),
                 tuple((position[i], want) for i, want in enumerate(placed) if want is not None),
                 tuple(position[i] for i in bad) if reshard else (),
                 None if numbers is None else (held, numbers),
@@ -378,10 +378,6 @@ class BoundNamedJit:
     def tree_unflatten(cls, aux: NamedJit, children: Sequence[Any]) -> "BoundNamedJit":
         """The inverse of `tree_flatten`."""
         return cls(aux, children[0])
-
-
-def _can_be_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
 def _frozen(spec: Any) -> Any:

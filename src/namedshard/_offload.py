@@ -68,7 +68,8 @@ def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: i
     if staying > fit:
         raise OffloadError(
             message(
-                f"fit={fit} bytes per device cannot be reached: {staying} bytes stay with every selected leaf in host memory",
+                f"fit={fit} bytes per device cannot be reached: {staying} bytes stay with every selected leaf in host"
+                " memory",
                 fix="select more leaves with where, shard the states over more devices, or allow more bytes",
             )
         )
@@ -188,7 +189,7 @@ def offload_optimizer(
     budget: int | str | None = None,
     fit: int | str | None = None,
 ) -> Any:
-    """Wrap an optax transformation so that chosen parts of its state live in host memory.
+    r"""Wrap an optax transformation so that chosen parts of its state live in host memory.
 
     The state is created there (`init`), moved to the device for each update and moved back. Works eagerly, in
     ``jax.jit``, `named_jit` and ``scan``, on any mesh; values are those of the wrapped transformation. That the chosen
@@ -197,7 +198,7 @@ def offload_optimizer(
 
     Args:
         transformation: Any ``optax.GradientTransformation``, with or without extra arguments.
-        where: A regular expression, searched for in the state's leaf paths (e.g. ``r"\\.(mu|nu)\\b"``), or a predicate
+        where: A regular expression, searched for in the state's leaf paths (e.g. ``r"\.(mu|nu)\b"``), or a predicate
             of (leaf path, leaf).
         memory_kind: The memory kind to live in.
         min_size: Only arrays of at least so many bytes. Scalars and counts never move.
@@ -218,7 +219,7 @@ def offload_optimizer(
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns, optax
-        >>> tx = ns.offload_optimizer(optax.adam(1e-3), where=r"\\.(mu|nu)\\b")
+        >>> tx = ns.offload_optimizer(optax.adam(1e-3), where=r"\.(mu|nu)\b")
         >>> state = tx.init({"w": jnp.ones((4, 4))})
         >>> state[0].mu["w"].sharding.memory_kind, state[0].count.sharding.memory_kind
         ('pinned_host', 'device')

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
 from namedshard._calls import Call
-from namedshard._donation import check_live, check_shared
+from namedshard._donation import can_be_deleted, check_live, check_shared
 from namedshard._errors import MismatchError, message
 from namedshard._mismatch import compare, mismatch_message
 from namedshard._place import place_leaves
@@ -63,7 +63,7 @@ class Compiled(_Stage):
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, (*self._bound, *args), kwargs))
         self._check_structure(leaves, treedef)
         arrays = program.picked(leaves)
-        check_live(program.name, arrays, [n for n, x in enumerate(arrays) if isinstance(x, jax.Array)], call.paths)
+        check_live(program.name, arrays, [n for n, x in enumerate(arrays) if can_be_deleted(x)], call.paths)
         if program.donate:
             check_shared(program.name, arrays, program.donate, call.paths)
         values = place_leaves(call.paths, arrays, call.moves, program.donate) if call.moves else arrays

@@ -43,8 +43,8 @@ def use_virtual_devices(count: int) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if jax.local_device_count() != count:
         raise RuntimeError(
-            f"JAX has started with {jax.local_device_count()} devices: call use_virtual_devices({count}) before anything"
-            " uses JAX"
+            f"JAX has started with {jax.local_device_count()} devices: call use_virtual_devices({count}) before"
+            " anything uses JAX"
         )
 
 
@@ -123,7 +123,7 @@ def assert_placed(
 
 
 def assert_equal_bits(actual: PyTree, expected: PyTree) -> None:
-    """Assert that two trees have the same structure and arrays with the same dtypes, shapes and bits, wherever they are.
+    """Assert that two trees have the same structure, and arrays of the same dtypes, shapes and bits, wherever they are.
 
     Args:
         actual: Any pytree.
