@@ -8,6 +8,7 @@ can be drawn by itself: here in chunks that stay in the processor's cache, strai
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -60,32 +61,59 @@ def _as_rows(local: tuple[int, ...], whole: tuple[int, ...], batch: int) -> _Row
     return _Rows(local, strides, batch, split)
 
 
-def _flat(index: Array, dims: Sequence[int], strides: Sequence[int]) -> Array:
+Counter: TypeAlias = tuple[Array, Array]
+"""64-bit numbers as their high and low uint32 halves: JAX has no uint64 without x64."""
+
+
+def _times(x: Array, factor: int) -> Counter:
+    """uint32 times a Python integer below 2**64, modulo 2**64."""
+    high, low = np.uint32(factor >> 32), factor & 0xFFFFFFFF
+    if factor < 1 << 16:
+        # The usual case by far, and a quarter of the work: strides of small arrays.
+        upper = (x >> 16) * np.uint32(low)
+        lower = (x & 0xFFFF) * np.uint32(low)
+        total = (upper << 16) + lower
+        return (upper >> 16) + (total < lower).astype(jnp.uint32), total
+    x0, x1, f0, f1 = x & 0xFFFF, x >> 16, np.uint32(low & 0xFFFF), np.uint32(low >> 16)
+    middle = ((x0 * f0) >> 16) + ((x0 * f1) & 0xFFFF) + ((x1 * f0) & 0xFFFF)
+    carried = ((x0 * f1) >> 16) + ((x1 * f0) >> 16) + (middle >> 16)
+    return x1 * f1 + carried + x * high, ((x0 * f0) & 0xFFFF) | (middle << 16)
+
+
+def _plus(a: Counter, b: Counter) -> Counter:
+    low = a[1] + b[1]
+    return a[0] + b[0] + (low < b[1]).astype(jnp.uint32), low
+
+
+def _flat(index: Array, dims: Sequence[int], strides: Sequence[int]) -> Counter:
     """Positions along some dimensions of the shard to offsets, by the given strides."""
-    out = jnp.zeros(index.shape, jnp.uint32)
+    zeros = jnp.zeros(index.shape, jnp.uint32)
+    out = zeros, zeros
     for n, stride in zip(reversed(dims), reversed(strides), strict=True):
-        out += (index % np.uint32(n)) * np.uint32(stride)
+        out = _plus(out, _times(index % np.uint32(n), stride))
         index = index // np.uint32(n)
     return out
 
 
-def _draw(data: Array, rows: _Rows, start: Array, first_key: Array, dtype: jnp.dtype) -> Array:
+def _draw(data: Array, rows: _Rows, start: Counter, first_key: Array, dtype: jnp.dtype) -> Array:
     """Bits of one shard, ``[rows, columns]``, given the flat offset and the key number that it starts at."""
     at_once = min(rows.rows, max(1, min(_CHUNK, max(_LEAST_CHUNK, rows.rows * rows.columns // 8)) // rows.columns))
     columns = _flat(jnp.arange(rows.columns, dtype=jnp.uint32), rows.dims[rows.split :], rows.strides[rows.split :])
+    columns = tuple(half[None, :] for half in columns)
     keys = data.reshape(-1, 2)
 
     def chunk(row: Array) -> Array:
         index = row.astype(jnp.uint32) + jnp.arange(at_once, dtype=jnp.uint32)
-        counts = _flat(index, rows.dims[: rows.split], rows.strides[: rows.split])[:, None] + columns[None, :] + start
+        first = _plus(_flat(index, rows.dims[: rows.split], rows.strides[: rows.split]), start)
+        high, low = _plus((first[0][:, None], first[1][:, None]), columns)
         if rows.batch:
             inner = math.prod(rows.dims[rows.batch : rows.split])
             number = _batch_number(index // np.uint32(inner), rows, first_key)
-            k1, k2 = (jnp.broadcast_to(keys[number, i][:, None], counts.shape) for i in (0, 1))
+            k1, k2 = (jnp.broadcast_to(keys[number, i][:, None], low.shape) for i in (0, 1))
         else:
             k1, k2 = keys[0, 0], keys[0, 1]
-        high, low = threefry2x32_p.bind(k1, k2, jnp.zeros_like(counts), counts)
-        return (high ^ low).astype(dtype)
+        one, other = threefry2x32_p.bind(k1, k2, high, low)
+        return (one ^ other).astype(dtype)
 
     if at_once == rows.rows:
         return chunk(jnp.uint32(0))
@@ -119,7 +147,7 @@ def bits_maker(targets: Sequence[tuple[tuple[int, ...], NamedSharding | None]]) 
     def bits(key: Array, width: int, shape: tuple[int, ...]) -> Array | None:
         whole = (*key.shape, *shape)
         threefry = str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
-        if whole not in by_shape or not threefry or width not in _DTYPES or not 0 < math.prod(shape) < 2**32:
+        if whole not in by_shape or not threefry or width not in _DTYPES or not 0 < math.prod(shape) < 2**63:
             return None
         sharding = by_shape[whole]
         data, batch, dtype = jax.random.key_data(key), key.ndim, jnp.dtype(_DTYPES[width])
@@ -162,9 +190,9 @@ def _local(
 ) -> Array:
     rows = _as_rows(local, whole, batch)
     strides = [math.prod(whole[i + 1 :]) for i in range(len(whole))]
-    start = jnp.uint32(0)
+    start = jnp.uint32(0), jnp.uint32(0)
     for begin, stride in zip(starts[batch:], strides[batch:], strict=True):
-        start += jnp.asarray(begin, jnp.uint32) * np.uint32(stride)
+        start = _plus(start, _times(jnp.asarray(begin, jnp.uint32), stride))
     key_strides = [math.prod(whole[i + 1 : batch]) for i in range(batch)]
     first_key = jnp.stack([jnp.asarray(b, jnp.uint32) for b in (*starts[:batch], *key_strides)] or [jnp.uint32(0)])
     return _draw(data, rows, start, first_key, dtype).reshape(local)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from namedshard import _jaxcompat as compat
 from namedshard._init_bits import bits_maker
-from namedshard._init_jaxpr import MOVEMENT, Constant, Op, apply, fence, freeze_op
+from namedshard._init_jaxpr import MOVEMENT, Constant, Op, Ref, apply, fence, freeze_op
 from namedshard._init_split import Call
 from namedshard._init_tape import Recording, decode, word_count
 
@@ -107,14 +107,12 @@ def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]
             decode(words[a:b], ref.aval if isinstance(ref, Constant) else avals[ref])
             for ref, a, b in zip(call.words, ends[:-1], ends[1:], strict=True)
         ]
-        constants = {id(ref): value for ref, value in zip(call.words, given, strict=True) if isinstance(ref, Constant)}
-        values: dict[int, Any] = {r: v for r, v in zip(call.words, given, strict=True) if not isinstance(r, Constant)}
-        values.update(zip(call.arrays, arrays, strict=True))
+        values: dict[Ref, Any] = dict(zip(call.words, given, strict=True)) | dict(zip(call.arrays, arrays, strict=True))
         made: dict[int, Any] = {}
 
-        def read(ref: Any, apart: bool) -> Any:
+        def read(ref: Ref, apart: bool) -> Any:
             if isinstance(ref, Constant):
-                return constants.get(id(ref), ref.value)
+                return values.get(ref, ref.value)
             if ref not in made:
                 return values[ref]
             return fence(made[ref], zero) if apart else made[ref]
@@ -192,18 +190,21 @@ def eager_op(op: Op) -> Callable[..., list[Any]]:
 def wait_for(programs: Sequence[Program]) -> None:
     """Wait until all are compiled; on a terminal, what takes long shows how far it is."""
     pending = {p.future for p in programs if not p.future.done()}
-    console = Console(stderr=True)
-    if pending and console.is_terminal:
+    if pending and (console := Console(stderr=True)).is_terminal:
         _, pending = concurrent.futures.wait(pending, _QUIET_SECONDS)
-    if pending and console.is_terminal:
-        columns = (TextColumn("init: compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(programs))
-            while pending:
-                progress.update(task, completed=len(programs) - len(pending))
-                _, pending = concurrent.futures.wait(pending, 0.1)
+        if pending:
+            _show(pending, len(programs), console)
     for program in programs:
         program.future.result()
+
+
+def _show(pending: set[concurrent.futures.Future[Any]], total: int, console: Console) -> None:
+    columns = (TextColumn("init: compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        while pending:
+            progress.update(task, completed=total - len(pending))
+            _, pending = concurrent.futures.wait(pending, 0.1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

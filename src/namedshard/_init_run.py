@@ -23,11 +23,15 @@ from namedshard._init_programs import (
     typed,
     wait_for,
 )
-from namedshard._init_split import Call, Terms, shard_bytes, split
+from namedshard._init_split import Call, Terms, nbytes, shard_bytes, split
 from namedshard._init_tape import Recording, Tape, host_value, key_impl, word_count
 from namedshard._init_trace import Request, Traced, Wanted, plan_outputs, trace
 from namedshard._mapping import AxisMapping
 from namedshard._place import place_leaves
+
+
+_MOST_HERE = 1 << 20
+"""Bytes that wait on one device to be distributed together."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -252,18 +256,21 @@ class Run:
         call, avals = step.call, self._recipe.graph.avals
         with compat.no_context_mesh():
             at = 1
-            made: dict[Any, Any] = {}
+            made: dict[Ref, Any] = {}
             for ref in call.words:
                 aval = ref.aval if isinstance(ref, Constant) else avals[ref]
                 words = self._words[step.index[at : at + word_count(aval)]]
-                made[id(ref) if isinstance(ref, Constant) else ref] = _small(words, aval)
+                made[ref] = _small(words, aval)
                 at += len(words)
             made |= {v: self._gathered(v) for v in call.arrays}
             for op, run in zip(call.ops, step.ops, strict=True):
-                inputs = [made.get(id(ref), ref.value) if isinstance(ref, Constant) else made[ref] for ref in op.inputs]
+                inputs = [made[ref] if isinstance(ref, int) else made.get(ref, ref.value) for ref in op.inputs]
                 made.update(zip(op.outputs, run(*inputs), strict=True))
             for value in call.outputs:
                 self._here[value] = typed(made[value], avals[value])
+        if sum(nbytes(avals[v]) for v in self._here) > _MOST_HERE:
+            self._distribute(tuple(self._here))
+            self._here = {v: x for v, x in self._here.items() if v not in self._values}
 
     def _gathered(self, value: int) -> Any:
         """A value as eager execution would have it: what a program made in shards comes together on one device."""
@@ -324,7 +331,8 @@ class Run:
     def _output(self, ref: Ref, want: NamedSharding | None) -> Any:
         avals = self._recipe.graph.avals
         if isinstance(ref, Constant):
-            return typed(jnp.asarray(ref.value, ref.aval.dtype), ref.aval)
+            with compat.no_context_mesh():
+                return typed(jnp.asarray(ref.value, ref.aval.dtype), ref.aval)
         if ref in self._here and not self._in_place(ref, want):
             return self._here[ref]
         if ref in self._values:

@@ -47,10 +47,14 @@ class Request:
         """Flatten a call. Partial applications are opened: made anew for each call, they are no new functions."""
         while isinstance(fn, functools.partial):
             fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-        found, treedef = jax.tree_util.tree_flatten_with_path((fn, args, kwargs))
-        leaves = [leaf for _, leaf in found]
+        leaves, treedef = jax.tree_util.tree_flatten((fn, args, kwargs))
         dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
-        return cls(leaves, treedef, [path for path, _ in found], dynamic)
+        return cls(leaves, treedef, dynamic)
+
+    def paths(self) -> list[tuple[Any, ...]]:
+        """Each leaf's path within (function, arguments, keyword arguments)."""
+        whole = jax.tree_util.tree_unflatten(self.treedef, self.leaves)
+        return [path for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
 
     @property
     def arrays(self) -> list[Any]:
@@ -77,18 +81,15 @@ class Request:
 
     def check(self) -> None:
         """Raise `DeletedArrayError` for inputs that are gone."""
-        gone = [
-            _argument_path(self.paths[i])
-            for i in self.dynamic
-            if isinstance(x := self.leaves[i], compat.ArrayImpl) and x.is_deleted()
-        ]
+        gone = [i for i in self.dynamic if isinstance(x := self.leaves[i], compat.ArrayImpl) and x.is_deleted()]
         if gone:
+            paths = self.paths()
             total = len(self.dynamic)
             raise DeletedArrayError(
                 message(
                     f"init: {len(gone)} of {total} {'argument' if total == 1 else 'arguments'} cannot be read:"
                     " the array was donated or deleted",
-                    gone,
+                    [_argument_path(paths[i]) for i in gone],
                     fix="pass an array that is still alive",
                 )
             )
@@ -195,10 +196,11 @@ def mesh_of(request: Request) -> MeshLike | None:
 def _followed(request: Request, mesh: MeshLike | None) -> list[tuple[tuple[Any, ...], tuple[int, ...], NamedSharding]]:
     """Inputs that are sharded over the mesh, with their paths within the argument that has them."""
     found: list[tuple[tuple[Any, ...], tuple[int, ...], NamedSharding]] = []
+    paths = request.paths()
     for i in request.dynamic:
         sharding = getattr(request.leaves[i], "sharding", None)
         if isinstance(sharding, NamedSharding) and (mesh is None or sharding.mesh == mesh):
-            found.append((request.paths[i][2:], tuple(request.leaves[i].shape), sharding))
+            found.append((paths[i][2:], tuple(request.leaves[i].shape), sharding))
     return found
 
 
