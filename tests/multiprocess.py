@@ -177,8 +177,9 @@ def main() -> None:
     from namedshard._jaxcompat import coordination_client
 
     warnings.simplefilter("error")
-    # An older Haliax uses it.
-    warnings.filterwarnings("ignore", "jax.core.is_constant_dim is deprecated", DeprecationWarning)
+    for gone in ("core.is_constant_dim", "interpreters.pxla.thread_resources", "experimental.shard_map"):
+        # Haliax uses it.
+        warnings.filterwarnings("ignore", rf"jax\.{gone} is deprecated", DeprecationWarning)
     with open(settings["results"], "w") as results:
         for case in _cases(settings["module"]):
             if settings["only"] not in case:

@@ -24,8 +24,8 @@ SMALLEST_SLOT = 1 << 12
 # Devices that hold the same box take turns in sending it; so many different plans are kept for one pair of layouts.
 TURNS = 8
 
-# What is sent, what is received, and as much again for allocators that do not hand memory back at once.
-_SHARES = 4
+# What is sent, what is received, and three times as much for allocators: their threads do not hand memory back at once.
+_SHARES = 8
 
 Pair = tuple[int, int]
 # A ``jax.Device``, or anything else with an ``id`` and a ``process_index``: plans need no real ones.
@@ -255,7 +255,7 @@ def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget
     Args:
         changes: For each array its layout, the wanted one, and the bytes of an element.
         process: Whose own pieces and streams are listed.
-        budget: Bytes that a process may use; slots, sent and received together, take half of it.
+        budget: Bytes that a process may use; slots, sent and received together, take a quarter of it.
     """
     turns: collections.Counter[tuple[Layout, Layout]] = collections.Counter()
     kinds: collections.Counter[_Between] = collections.Counter()

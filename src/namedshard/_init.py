@@ -146,8 +146,9 @@ def init(
         mesh: A ``jax.sharding.Mesh``; by default the context's, else that of the arguments. With an ``AbstractMesh``
             nothing is computed.
         memory_kind: Where the arrays are to live: ``"device"``, ``"pinned_host"``, ...; None is the device's own.
-        exact: Never differ from the eager values, at the cost of memory for the leaves named above. Functions that are
-            jits themselves are then compiled whole.
+        exact: Never differ from the eager values, at the cost of memory for the leaves named above. Also keeps large
+            jits within ``fn``, or ``fn`` itself if it is one, whole: without it those with more than 8 results are
+            opened, and their values are those of their operations run one by one.
         report: Return an `InitReport` along.
         **kwargs: Keyword arguments of ``fn``.
 

@@ -99,7 +99,7 @@ def _draw(data: Array, rows: _Rows, start: Counter, first_key: Array, dtype: jnp
     """Bits of one shard, ``[rows, columns]``, given the flat offset and the key number that it starts at."""
     at_once = min(rows.rows, max(1, min(_CHUNK, max(_LEAST_CHUNK, rows.rows * rows.columns // 8)) // rows.columns))
     columns = _flat(jnp.arange(rows.columns, dtype=jnp.uint32), rows.dims[rows.split :], rows.strides[rows.split :])
-    columns = tuple(half[None, :] for half in columns)
+    columns = columns[0][None, :], columns[1][None, :]
     keys = data.reshape(-1, 2)
 
     def chunk(row: Array) -> Array:
@@ -152,12 +152,12 @@ def bits_maker(targets: Sequence[tuple[tuple[int, ...], NamedSharding | None]]) 
         sharding = by_shape[whole]
         data, batch, dtype = jax.random.key_data(key), key.ndim, jnp.dtype(_DTYPES[width])
         if sharding is None:
-            return _local(data, whole, whole, batch, (0,) * len(whole), dtype)
+            return local_bits(data, whole, whole, batch, (0,) * len(whole), dtype)
         mesh, spec, local = compat.twin(sharding.mesh, AxisType.Auto), sharding.spec, sharding.shard_shape(whole)
 
         def shard(data: Array) -> Array:
             starts = [_axis_index(entry, mesh.shape) * n for entry, n in zip(_entries(spec, whole), local, strict=True)]
-            return _local(data, local, whole, batch, starts, dtype)
+            return local_bits(data, local, whole, batch, starts, dtype)
 
         return _shard_map(shard, mesh, spec)(data)
 
@@ -180,7 +180,7 @@ def _axis_index(names: tuple[str, ...], sizes: dict[str, int]) -> Array | int:
     return index
 
 
-def _local(
+def local_bits(
     data: Array,
     local: tuple[int, ...],
     whole: tuple[int, ...],
@@ -188,6 +188,16 @@ def _local(
     starts: Sequence[Array | int],
     dtype: jnp.dtype,
 ) -> Array:
+    """The bits of one shard, shape ``local``, of an array of shape ``whole`` that starts at ``starts``.
+
+    Args:
+        data: The words of the keys, shape ``[*whole[:batch], 2]``.
+        local: The shard's shape.
+        whole: The array's shape.
+        batch: How many leading dimensions choose the key.
+        starts: Where the shard starts in each dimension.
+        dtype: uint8, uint16 or uint32.
+    """
     rows = _as_rows(local, whole, batch)
     strides = [math.prod(whole[i + 1 :]) for i in range(len(whole))]
     start = jnp.uint32(0), jnp.uint32(0)

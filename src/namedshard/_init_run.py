@@ -29,7 +29,6 @@ from namedshard._init_trace import Request, Traced, Wanted, plan_outputs, trace
 from namedshard._mapping import AxisMapping
 from namedshard._place import place_leaves
 
-
 _MOST_HERE = 1 << 20
 """Bytes that wait on one device to be distributed together."""
 

@@ -39,7 +39,6 @@ class Request:
 
     leaves: list[Any]
     treedef: PyTreeDef
-    paths: list[tuple[Any, ...]]
     dynamic: list[int]
 
     @classmethod

@@ -78,11 +78,11 @@ def case_training_steps() -> None:
         return eqx.apply_updates(model, updates), state, value
 
     value = np.random.default_rng(0).standard_normal((BATCH.size, EMBED.size)).astype(np.float32)
-    with jax.set_mesh(GRID), ns.axis_mapping(MAPPING):
-        compiled = ns.named_jit(step, axis_resources=MAPPING)
-        model = ns.init(Model.init, jax.random.key(2))
-        state = ns.init(optimizer.init, eqx.filter(model, eqx.is_array))
-        x = ns.shard(hax.named(value, (BATCH, EMBED)), {"batch": "data"})
+    compiled = ns.named_jit(step, axis_resources=MAPPING)
+    model = ns.init(Model.init, jax.random.key(2), mapping=MAPPING, mesh=GRID)
+    state = ns.init(optimizer.init, eqx.filter(model, eqx.is_array), mapping=MAPPING, mesh=GRID)
+    x = ns.shard(hax.named(value, (BATCH, EMBED)), {"batch": "data"}, GRID)
+    with jax.set_mesh(GRID):
         losses = []
         for _ in range(3):
             model, state, value_of = compiled(model, state, x)
