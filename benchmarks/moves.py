@@ -96,7 +96,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             text_table(title, ["", "time", "must cross", "sent", "ratio", "jax.device_put"], moved),
-            text_table("Before a move: do all processes make the same call?", ["", "time"], agreed),
+            text_table("Agreeing on a call", ["", "time"], agreed),
             text_table(
                 "Peak memory beyond the result, by process",
                 ["", "tree", "budget", *(f"process {i}" for i in range(PROCESSES)), "time"],

@@ -56,8 +56,8 @@ def test_the_programs_are_those_of_one_block(model: Any) -> None:
 
 
 def test_a_deeper_model_compiles_no_initialiser_again() -> None:
-    ns.init(blocks, jr.PRNGKey(0), 5, mapping=MAPPING, mesh=M42)
-    report = ns.init(blocks, jr.PRNGKey(0), 6, mapping=MAPPING, mesh=M42, report=True)[1]
+    ns.init(blocks, jr.PRNGKey(0), 4, mapping=MAPPING, mesh=M42)
+    report = ns.init(blocks, jr.PRNGKey(0), 8, mapping=MAPPING, mesh=M42, report=True)[1]
     assert {p.name for p in report.programs if p.compile_seconds} <= {"init_keys", "init_constants"}
 
 
@@ -185,7 +185,7 @@ class _Slow:
     def __init__(self, seconds: float):
         self.seconds = seconds
 
-    def compile(self) -> str:
+    def compile(self, compiler_options: Any) -> str:
         time.sleep(self.seconds)
         return "compiled"
 
@@ -208,7 +208,7 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(
 
 def test_a_compilation_that_fails_fails_the_call() -> None:
     class Failing:
-        def compile(self) -> None:
+        def compile(self, compiler_options: Any) -> None:
             raise RuntimeError("planted")
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match=r"^planted$"):

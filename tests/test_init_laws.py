@@ -8,6 +8,7 @@ import equinox as eqx
 import haliax as hax
 import init_models
 import jax
+import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest

@@ -105,7 +105,7 @@ def compiler_stays_bounded(x: jax.Array, want: NamedSharding) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: NamedSharding) -> float:
+def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: NamedSharding) -> int | float:
     """Device memory that a compiled change of sharding takes for itself."""
     struct = jax.ShapeDtypeStruct(shape, dtype, sharding=source.with_memory_kind("device"))
     identity = jax.jit(lambda x: x, out_shardings=want.with_memory_kind("device"))

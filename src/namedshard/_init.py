@@ -175,8 +175,8 @@ def init(
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         >>> key = jax.random.key(0)
         >>> table = ns.init(hax.random.normal, key, (Vocab, Embed), mapping={"embed": "data"}, mesh=mesh)
-        >>> table.array.sharding.spec
-        PartitionSpec(None, 'data')
+        >>> tuple(table.array.sharding.spec)
+        (None, 'data')
         >>> bool((table.array == hax.random.normal(key, (Vocab, Embed)).array).all())
         True
     """
@@ -211,7 +211,7 @@ def init(
     return tree, dataclasses.replace(
         _measured(tree, started),
         programs=recipe.reports(fresh),
-        calls=len(recipe.steps),
+        calls=sum(len(step.calls) for step in recipe.steps),
         local=recipe.local_leaves,
         peak_temporary_bytes=recipe.peak_temporary_bytes,
         trace_seconds=traced_at - started if new else 0.0,

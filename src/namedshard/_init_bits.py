@@ -21,9 +21,16 @@ from namedshard import _jaxcompat as compat
 from namedshard._init_jaxpr import BitsMaker
 from namedshard._mesh import MeshLike
 
+# A chunk takes three times its size while it is drawn. Small ones cost time: starting each operation does.
 _CHUNK = 1 << 15
-_LEAST_CHUNK = 1 << 10
+_LEAST_CHUNK = 1 << 13
+_LEAST_OF_A_KEY = 1 << 10
 _DTYPES = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+
+
+def _chunk(size: int) -> int:
+    """Elements to draw at once for a shard of a size."""
+    return max(1, min(_CHUNK, max(size // 8, min(_LEAST_CHUNK, size // 2))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class _Rows:
 
 def _as_rows(local: tuple[int, ...], whole: tuple[int, ...], batch: int) -> _Rows:
     strides = tuple(math.prod(whole[i + 1 :]) if i >= batch else 0 for i in range(len(whole)))
-    chunk = min(_CHUNK, max(_LEAST_CHUNK, math.prod(local) // 8))
+    chunk = _chunk(math.prod(local))
     if len(local) > batch and local[-1] > chunk:
         inner = next(n for n in range(chunk, 0, -1) if local[-1] % n == 0)
         local = (*local[:-1], local[-1] // inner, inner)
@@ -97,7 +104,10 @@ def _flat(index: Array, dims: Sequence[int], strides: Sequence[int]) -> Counter:
 
 def _draw(data: Array, rows: _Rows, start: Counter, first_key: Array, dtype: jnp.dtype) -> Array:
     """Bits of one shard, ``[rows, columns]``, given the flat offset and the key number that it starts at."""
-    at_once = min(rows.rows, max(1, min(_CHUNK, max(_LEAST_CHUNK, rows.rows * rows.columns // 8)) // rows.columns))
+    each = math.prod(rows.dims[rows.batch : rows.split])
+    at_once = min(rows.rows, max(1, _chunk(rows.rows * rows.columns) // rows.columns))
+    if rows.batch and each * rows.columns >= _LEAST_OF_A_KEY:
+        at_once = min(at_once, each)
     columns = _flat(jnp.arange(rows.columns, dtype=jnp.uint32), rows.dims[rows.split :], rows.strides[rows.split :])
     columns = columns[0][None, :], columns[1][None, :]
     keys = data.reshape(-1, 2)
@@ -106,25 +116,30 @@ def _draw(data: Array, rows: _Rows, start: Counter, first_key: Array, dtype: jnp
         index = row.astype(jnp.uint32) + jnp.arange(at_once, dtype=jnp.uint32)
         first = _plus(_flat(index, rows.dims[: rows.split], rows.strides[: rows.split]), start)
         high, low = _plus((first[0][:, None], first[1][:, None]), columns)
-        if rows.batch:
-            inner = math.prod(rows.dims[rows.batch : rows.split])
-            number = _batch_number(index // np.uint32(inner), rows, first_key)
-            k1, k2 = (jnp.broadcast_to(keys[number, i][:, None], low.shape) for i in (0, 1))
-        else:
+        if not rows.batch:
             k1, k2 = keys[0, 0], keys[0, 1]
+        elif at_once <= each:
+            number = _batch_number(index[:1] // np.uint32(each), rows, first_key)[0]
+            k1, k2 = keys[number, 0], keys[number, 1]
+        else:
+            number = _batch_number(index // np.uint32(each), rows, first_key)
+            k1, k2 = (jnp.broadcast_to(keys[number, i][:, None], low.shape) for i in (0, 1))
         one, other = threefry2x32_p.bind(k1, k2, high, low)
         return (one ^ other).astype(dtype)
 
     if at_once == rows.rows:
         return chunk(jnp.uint32(0))
+    # Chunks start anew with each key, or run through all rows.
+    stretch = each if rows.batch and at_once <= each else rows.rows
+    chunks = -(-stretch // at_once)
 
     def body(i: Array, made: Array) -> Array:
-        # The last chunk overlaps the one before it where they do not come out even.
-        row = jnp.minimum(i * at_once, rows.rows - at_once)
+        # The last chunk of a stretch overlaps the one before it where they do not come out even.
+        row = i // chunks * stretch + jnp.minimum(i % chunks * at_once, stretch - at_once)
         return jax.lax.dynamic_update_slice(made, chunk(row), (row, 0))
 
     empty = jnp.zeros((rows.rows, rows.columns), dtype)
-    return jax.lax.fori_loop(0, -(-rows.rows // at_once), body, empty)
+    return jax.lax.fori_loop(0, rows.rows // stretch * chunks, body, empty)
 
 
 def _batch_number(index: Array, rows: _Rows, first_key: Array) -> Array:

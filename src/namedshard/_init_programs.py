@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
@@ -30,14 +31,16 @@ class Program:
 
     __slots__ = ("future", "name", "seconds")
 
-    def __init__(self, name: str, lowered: Any, pool: concurrent.futures.Executor):
+    def __init__(
+        self, name: str, lowered: Any, pool: concurrent.futures.Executor, options: dict[str, Any] | None = None
+    ):
         self.name = name
         self.seconds = 0.0
-        self.future: concurrent.futures.Future[Any] = pool.submit(self._compile, lowered)
+        self.future: concurrent.futures.Future[Any] = pool.submit(self._compile, lowered, options)
 
-    def _compile(self, lowered: Any) -> Any:
+    def _compile(self, lowered: Any, options: dict[str, Any] | None) -> Any:
         start = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
         self.seconds = time.perf_counter() - start
         return compiled
 
@@ -126,6 +129,29 @@ def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]
     return program
 
 
+def _repeated(
+    program: Callable[..., tuple[Array, ...]], times: int, avals: Sequence[Any]
+) -> Callable[..., tuple[Array, ...]]:
+    """A program run some times over, from words ``uint32[times, 1 + n]`` to all outputs in a row.
+
+    It is compiled once and needs the temporaries of one run: each turn of a loop writes its own outputs only.
+    """
+
+    def repeated(words: Array) -> tuple[Array, ...]:
+        def turn(i: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+            made = program(words[i])
+            return tuple(
+                jax.lax.cond(i == n // len(made), lambda _, new: new, lambda old, _: old, old, made[n % len(made)])
+                for n, old in enumerate(outputs)
+            )
+
+        empty = tuple(jnp.zeros(aval.shape, aval.dtype) for _ in range(times) for aval in avals)
+        return jax.lax.fori_loop(0, times, turn, empty)
+
+    repeated.__name__ = repeated.__qualname__ = program.__name__
+    return repeated
+
+
 def typed(x: Array, aval: Any) -> Array:
     """The array with the weak type that tracing found."""
     if not getattr(aval, "weak_type", False):
@@ -133,8 +159,8 @@ def typed(x: Array, aval: Any) -> Array:
     return jax.lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=True, sharding=None)
 
 
-def program_for(call: Call, avals: Sequence[Any], placements: Sequence[Any]) -> tuple[Program, bool]:
-    """The program of a call whose arrays have these shardings (None: on no device in particular)."""
+def program_for(call: Call, times: int, avals: Sequence[Any], placements: Sequence[Any]) -> tuple[Program, bool]:
+    """The program of a call, or of some equal ones, whose arrays have these shardings (None: on no device)."""
 
     def make(pool: concurrent.futures.Executor) -> Program:
         total = 1 + sum(word_count(ref.aval if isinstance(ref, Constant) else avals[ref]) for ref in call.words)
@@ -142,12 +168,15 @@ def program_for(call: Call, avals: Sequence[Any], placements: Sequence[Any]) -> 
             jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype, sharding=_untyped(s))
             for v, s in zip(call.arrays, placements, strict=True)
         ]
-        jitted = jax.jit(run_ops(call, avals), out_shardings=call.shardings)
+        program, shape = run_ops(call, avals), (total,)
+        if times > 1:
+            program, shape = _repeated(program, times, [avals[v] for v in call.outputs]), (times, total)
         with compat.no_context_mesh():
-            lowered = jitted.lower(jax.ShapeDtypeStruct((total,), np.uint32), *inputs)
+            jitted = jax.jit(program, out_shardings=call.shardings * times)
+            lowered = jitted.lower(jax.ShapeDtypeStruct(shape, np.uint32), *inputs)
         return Program(call.name, lowered, pool)
 
-    return _cache.get((call.key, tuple(placements), _settings()), make)
+    return _cache.get((call.key, times, tuple(placements), _settings()), make)
 
 
 def _untyped(sharding: Any) -> Any:
@@ -161,8 +190,12 @@ def tape_program(tape: Recording) -> tuple[Program, bool] | None:
     """The program that runs a tape, on the default device; None for a tape without steps."""
 
     def make(pool: concurrent.futures.Executor) -> Program:
+        # Integers come out the same however little they are optimised, and the loop runs for microseconds.
+        hasty = tape.keys_only and jax.default_backend() == "cpu"
+        options = {"xla_backend_optimization_level": 0} if hasty else None
         with compat.no_context_mesh():
-            return Program("init_keys", jax.jit(tape.loop()).lower(tape.initial, tape.kinds, tape.places), pool)
+            lowered = jax.jit(tape.loop()).lower(tape.initial, tape.kinds, tape.places)
+        return Program("init_keys", lowered, pool, options)
 
     return _cache.get(("tape", tape.key, _settings()), make) if tape.length else None
 
@@ -213,7 +246,7 @@ class ProgramReport:
 
     Attributes:
         name: What it was named after: its first jit, such as that of ``jax.random.normal``, else its last operation.
-        calls: How many times it ran.
+        calls: How many times it ran; several of these runs may be started as one.
         compile_seconds: Time that its compilation took; 0 if it was compiled before this call.
         bytes_per_device: Bytes of one call's results on each device.
         temporary_bytes: Bytes that one call holds on each device beside its inputs and results.

@@ -23,7 +23,7 @@ from namedshard._init_programs import (
     typed,
     wait_for,
 )
-from namedshard._init_split import Call, Terms, nbytes, shard_bytes, split
+from namedshard._init_split import Call, Terms, batches, nbytes, shard_bytes, split
 from namedshard._init_tape import Recording, Tape, host_value, key_impl, word_count
 from namedshard._init_trace import Request, Traced, Wanted, plan_outputs, trace
 from namedshard._mapping import AxisMapping
@@ -35,16 +35,27 @@ _MOST_HERE = 1 << 20
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Step:
-    """A call with what running it needs: the places of its words, and the values that are not needed after it.
+    """A call, or some equal ones, with what running it needs.
 
+    ``index`` has the places of the words, one row for each call; ``release`` the values not needed afterwards.
     ``program`` runs it whole, ``ops`` one operation after the other.
     """
 
-    call: Call
+    calls: tuple[Call, ...]
     index: np.ndarray
     program: Program | None
     ops: tuple[Callable[..., list[Any]], ...]
     release: tuple[int, ...] = ()
+
+    @property
+    def call(self) -> Call:
+        """The first, which stands for all that are equal."""
+        return self.calls[0]
+
+    @property
+    def outputs(self) -> list[int]:
+        """All values it makes."""
+        return [v for call in self.calls for v in call.outputs]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -81,7 +92,7 @@ class Recipe:
     @property
     def local_leaves(self) -> int:
         """Outputs made whole on one device."""
-        return sum(len(step.call.outputs) for step in self.steps if step.program is None)
+        return sum(len(step.outputs) for step in self.steps if step.program is None)
 
     @property
     def peak_temporary_bytes(self) -> int:
@@ -90,7 +101,7 @@ class Recipe:
 
     def reports(self, fresh: frozenset[int]) -> tuple[ProgramReport, ...]:
         """One report per distinct program; ``fresh`` are those that were compiled for this call."""
-        calls = collections.Counter(s.program for s in self.steps)
+        calls = collections.Counter(s.program for s in self.steps for _ in s.calls)
         first = {s.program: s.call for s in reversed(self.steps)}
         out: list[ProgramReport] = []
         for program in self.programs:
@@ -125,7 +136,7 @@ def _schedule_releases(steps: Sequence[_Step], kept: set[int]) -> None:
     """Let go of values between programs as soon as the last that needs them has run."""
     seen = set(kept)
     for step in reversed(steps):
-        last = {v for v in (*step.call.arrays, *step.call.outputs) if v not in seen}
+        last = {v for v in (*step.call.arrays, *step.outputs) if v not in seen}
         seen |= last
         step.release = tuple(last)
 
@@ -178,19 +189,21 @@ def make_recipe(
     places: dict[int, NamedSharding | None] = {}
     steps: list[_Step] = []
     fresh: set[int] = set()
-    for call in calls:
-        index = _word_index(call, tape, graph)
-        for value, sharding in zip(call.outputs, call.shardings, strict=True):
-            places[value] = placements[value] = sharding
+    for batch in batches(calls, graph, elsewhere):
+        call = batch[0]
+        index = np.stack([_word_index(c, tape, graph) for c in batch])
+        for each in batch:
+            for value, sharding in zip(each.outputs, each.shardings, strict=True):
+                places[value] = placements[value] = sharding
         if call.local:
-            steps.append(_Step(call, index, None, tuple(eager_op(op) for op in call.ops)))
+            steps.append(_Step(batch, index, None, tuple(eager_op(op) for op in call.ops)))
             continue
         for value in call.arrays:
             if value in given and mesh is not None and _foreign(given[value], mesh):
                 placements[value] = to_mesh[value] = NamedSharding(mesh, PartitionSpec())
-        program, new = program_for(call, graph.avals, [placements[v] for v in call.arrays])
+        program, new = program_for(call, len(batch), graph.avals, [placements[v] for v in call.arrays])
         fresh |= {id(program)} if new else set()
-        steps.append(_Step(call, index, program, ()))
+        steps.append(_Step(batch, index, program, ()))
     recording = tape.finish()
     keys = tape_program(recording)
     fresh |= {id(keys[0])} if keys is not None and keys[1] else set()
@@ -243,9 +256,10 @@ class Run:
                 self._run_local(step)
             else:
                 self._distribute(step.call.arrays)
-                made = step.program.compiled(self._words[step.index], *(self._values[v] for v in step.call.arrays))
-                self._values.update(zip(step.call.outputs, made, strict=True))
-            self._move_out(step.call.outputs)
+                index = step.index if len(step.calls) > 1 else step.index[0]
+                made = step.program.compiled(self._words[index], *(self._values[v] for v in step.call.arrays))
+                self._values.update(zip(step.outputs, made, strict=True))
+            self._move_out(step.outputs)
             for value in step.release:
                 self._values.pop(value, None)
                 self._here.pop(value, None)
@@ -258,7 +272,7 @@ class Run:
             made: dict[Ref, Any] = {}
             for ref in call.words:
                 aval = ref.aval if isinstance(ref, Constant) else avals[ref]
-                words = self._words[step.index[at : at + word_count(aval)]]
+                words = self._words[step.index[0, at : at + word_count(aval)]]
                 made[ref] = _small(words, aval)
                 at += len(words)
             made |= {v: self._gathered(v) for v in call.arrays}

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,6 +29,9 @@ VECTOR = 16
 _LEAST_LOCAL, _MOST_LOCAL = 256 << 10, 64 << 20
 _LEAST_PACK, _MOST_PACKS, _MOST_FILLS = 64 << 10, 8, 256
 _NOWHERE = object()
+
+MOST_AT_ONCE = 4
+"""How many equal programs run as one; the more, the less it helps."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -118,8 +121,10 @@ def split(
     ops = _separate_small(graph, set(readable), tape)
     groups = _Groups(graph, ops, tape, wanted, terms)
 
+    known: dict[Any, tuple[bool, int]] = {}
+
     def cut(some: Sequence[Op], results: Mapping[int, NamedSharding | None]) -> Call:
-        return _call(graph, tape, some, results, groups.fills, terms)
+        return _call(graph, tape, some, results, groups.fills, terms, known)
 
     calls: list[Call] = []
     for group in groups.ordered():
@@ -277,6 +282,7 @@ def _call(
     wanted: Mapping[int, NamedSharding | None],
     fills: set[int],
     terms: Terms,
+    known: dict[Any, tuple[bool, int]],
 ) -> Call:
     words: list[Ref] = []
     numbers: dict[Any, int] = {}
@@ -309,11 +315,14 @@ def _call(
         outs = tuple(aval_key(graph.avals[v]) for v in op.outputs)
         lines.append((freeze_op(op.primitive, op.params), inputs, outs))
     outputs, shardings = tuple(wanted), tuple(wanted.values())
-    unsplittable, size = _depends_on_split(graph, ops, wanted, fills, terms)
+    key = tuple(lines), tuple(made[v] for v in outputs), shardings
+    if key not in known:
+        known[key] = _depends_on_split(graph, ops, wanted, fills, terms)
+    unsplittable, size = known[key]
     local = unsplittable and (terms.can_gather or not arrays) and size <= terms.local_limit
     fill = fills.issuperset(made)
     return Call(
-        (tuple(lines), tuple(made[v] for v in outputs), shardings),
+        key,
         "init_constants" if fill else _name(ops),
         tuple(ops),
         tuple(words),
@@ -324,6 +333,29 @@ def _call(
         local=local,
         inexact=unsplittable and not local,
     )
+
+
+def batches(calls: Sequence[Call], graph: Graph, apart: Container[int]) -> list[tuple[Call, ...]]:
+    """Equal programs, several to run at once where that is as cheap in memory: starting a program takes time.
+
+    Args:
+        calls: The programs in order.
+        graph: What they are cut from.
+        apart: Values whose programs are to run by themselves.
+    """
+    equal: dict[Any, list[Call]] = collections.defaultdict(list)
+    for call in calls:
+        avals = [graph.avals[v] for v in call.outputs]
+        plain = not any(compat.is_key_array(a) or getattr(a, "weak_type", False) for a in avals)
+        effects = any(op.effects for op in call.ops)
+        alone = call.local or call.arrays or call.fill or effects or not plain or any(v in apart for v in call.outputs)
+        equal[id(call) if alone else call.key].append(call)
+    out: dict[int, tuple[Call, ...]] = {}
+    for same in equal.values():
+        at_once = next(n for n in range(MOST_AT_ONCE, 0, -1) if len(same) % n == 0)
+        for i in range(0, len(same), at_once):
+            out[id(same[i])] = tuple(same[i : i + at_once])
+    return [out[id(call)] for call in calls if id(call) in out]
 
 
 Cut: TypeAlias = Callable[[Sequence[Op], Mapping[int, NamedSharding | None]], Call]

@@ -53,11 +53,13 @@ def _key_words(dtype: Any) -> int:
 
 def has_words(aval: Any) -> bool:
     """True for values that are a whole number of uint32 words: keys, and all but complex and sub-byte dtypes."""
-    if not hasattr(aval, "dtype") or not hasattr(aval, "shape"):
-        return False
-    if compat.is_key_array(aval):
+    return hasattr(aval, "dtype") and hasattr(aval, "shape") and _dtype_has_words(aval.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_has_words(dtype: Any) -> bool:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return True
-    dtype = aval.dtype
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits == dtype.itemsize * 8
     if jnp.issubdtype(dtype, jnp.integer):
@@ -293,6 +295,11 @@ class Recording:
     inputs: tuple[tuple[int, int, Any], ...]
     branches: tuple[_Kind, ...]
     length: int
+
+    @property
+    def keys_only(self) -> bool:
+        """True if no step computes with floating values."""
+        return all(kind.op.primitive.name in _KEY_OPS for kind in self.branches)
 
     def loop(self) -> Callable[..., Any]:
         """The function to compile: from words, kinds and places to words."""

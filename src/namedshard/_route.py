@@ -5,6 +5,7 @@ The table is in ``docs/routes.md``; `_place` carries it out.
 
 import dataclasses
 import enum
+import math
 from typing import Any, Literal
 
 import jax
@@ -100,17 +101,21 @@ def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Ro
     return Route.COLLECTIVE
 
 
-def transient_bytes(route: Route, source_shard: int, target_shard: int, *, across: bool) -> int:
+def transient_bytes(now: Placement, want: NamedSharding, shape: tuple[int, ...], itemsize: int) -> int:
     """The most bytes that a leaf takes on one device while it moves, its source and target shards included.
 
     Args:
-        route: How it moves.
-        source_shard: Bytes of one shard where it is now; 0 on the host.
-        target_shard: Bytes of one shard where it is wanted.
-        across: Its source and target are on devices of more than one process.
+        now: Where it is.
+        want: Where it is wanted.
+        shape: Its global shape.
+        itemsize: Bytes of an element.
     """
-    if route in (Route.LEFT, Route.ANNOTATE, Route.KEEP, Route.TRACED):
+    route = route_for(now, want, shape)
+    if route in (Route.ANNOTATE, Route.KEEP, Route.TRACED):
         return 0
-    if route is Route.FROM_HOST:
-        return target_shard
-    return source_shard + target_shard + (CHUNK_BYTES if across else 0)
+    target = math.prod(want.shard_shape(shape)) * itemsize
+    if route is Route.FROM_HOST or now.sharding is None:
+        return target
+    source = math.prod(now.sharding.shard_shape(shape)) * itemsize
+    processes = {d.process_index for d in now.sharding.device_set | want.device_set}
+    return source + target + (CHUNK_BYTES if len(processes) > 1 else 0)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import namedshard as ns
 from mp.moves import PLACES, make
 from mp.tools import COUNT, ME, check, equal, mesh, message_of, named, own, together, values
+from namedshard._sync import agree
 
 ALL, MAPPING, _ = PLACES["all"]
 OTHER = PLACES["reversed"][0]
@@ -178,6 +179,20 @@ def case_a_process_that_comes_late() -> None:
             if again:
                 check(ns.shard(x(), MAPPING, OTHER).array, values(np.float32), OTHER, P("x", "y"))
         together()
+    still_works()
+
+
+def case_any_delays() -> None:
+    """Whoever gives up when: no process waits for ever, and in the end all are in step."""
+    draw = np.random.default_rng(ME)
+    for _ in range(20):
+        time.sleep(float(draw.uniform(0, 0.2)))
+        try:
+            with ns.collective_timeout(0.1):
+                agree("any", [])
+        except ns.OutOfStepError as error:
+            equal("did not make this call within 0.1 s" in str(error), True)
+    together()
     still_works()
 
 
