@@ -63,7 +63,9 @@ def add_tests(python: str) -> None:
         if path is None:
             session.skip(f"PYTHON {python} WAS NOT FOUND ON THIS MACHINE: NOT TESTED")
         install(session, haliax)
-        session.run("python", "-m", "pytest", "-n", JOBS, *session.posargs)
+        # How processes talk to each other is a matter of JAX, whichever distribution gives the names.
+        fewer = ["--ignore-glob=tests/test_mp_*"] if haliax == "pypi" else []
+        session.run("python", "-m", "pytest", "-n", JOBS, *fewer, *session.posargs)
 
 
 for version in PYTHONS:

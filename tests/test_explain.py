@@ -532,6 +532,7 @@ def test_json() -> None:
                 "memory_kind": None,
                 "bytes": 28,
                 "bytes_per_device": None,
+                "transient_bytes": None,
                 "now": "abstract",
                 "route": "error",
                 "why": [
@@ -555,6 +556,7 @@ def test_json() -> None:
                 "memory_kind": None,
                 "bytes": 2,
                 "bytes_per_device": 2,
+                "transient_bytes": 0,
                 "now": "cpu:0, uncommitted",
                 "route": "left",
                 "why": [],
@@ -570,6 +572,7 @@ def test_json() -> None:
                 "memory_kind": None,
                 "bytes": 30522 * 384 * 4,
                 "bytes_per_device": 15261 * 384 * 4,
+                "transient_bytes": 0,
                 "now": "abstract",
                 "route": "annotate",
                 "why": [

@@ -135,20 +135,12 @@ def raw_ndim(x: jax.Array) -> int:
 def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]) -> jax.Array:
     """An array of pieces of this process, in the form (keys, weak type) that the source has."""
     if not isinstance(x, jax.Array):
-        return _of_pieces(tuple(x.shape), jax.dtypes.canonicalize_dtype(moves.native(x.dtype)), want, pieces)
+        return moves.from_pieces(tuple(x.shape), jax.dtypes.canonicalize_dtype(moves.native(x.dtype)), want, pieces)
     base = raw(x)
-    built = _of_pieces(base.shape, base.dtype, _raw_sharding(x, want), pieces)
+    built = moves.from_pieces(base.shape, base.dtype, _raw_sharding(x, want), pieces)
     if compat.is_key_array(x):
         return jax.random.wrap_key_data(built, impl=jax.random.key_impl(x))
     return compat.as_weak(built) if x.weak_type else built
-
-
-def _of_pieces(
-    shape: tuple[int, ...], dtype: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]
-) -> jax.Array:
-    if not want.addressable_devices:
-        return jax.make_array_from_single_device_arrays(shape, want, [], dtype=dtype)
-    return moves.from_pieces(shape, dtype, want, pieces)
 
 
 def _from_host(move: moves.Move) -> None:

@@ -20,7 +20,7 @@ from namedshard._mesh import MeshLike, describe, manual_axes
 from namedshard._place import check_memory_kind
 from namedshard._plan import LeafPlan, Plan, Problem, fixes, plan_leaves, resolve
 from namedshard._report import Findings, Lint, Row, Totals
-from namedshard._route import Placement, Route, placement_of, route_for, wanted_memory_kind
+from namedshard._route import Placement, Route, placement_of, route_for, transient_bytes, wanted_memory_kind
 from namedshard._types import PyTreeDef
 
 LARGE = 16 * 2**20
@@ -221,8 +221,22 @@ def _row(
         if now == "deleted" and planned.spec is not None:
             problems = (*problems, "the array was donated or deleted")
     if problems:
-        route = "error"
-    return Row(planned.path, planned, now, route, told, problems)
+        return Row(planned.path, planned, now, "error", told, problems)
+    transient, across = (0, False) if stored is not None else _while_moving(leaf, planned, plan, memory_kind, staging)
+    return Row(planned.path, planned, now, route, told, transient_bytes=transient, across=across)
+
+
+def _while_moving(
+    leaf: Leaf, planned: LeafPlan, plan: Plan, memory_kind: str | None, staging: bool
+) -> tuple[int, bool]:
+    """The most bytes on one device during a move, and whether it involves several processes."""
+    now = placement_of(leaf.value, staging)
+    if planned.spec is None or planned.shape is None or now.kind == "traced" or not isinstance(plan.mesh, Mesh):
+        return 0, False
+    want = NamedSharding(plan.mesh, planned.spec, memory_kind=wanted_memory_kind(now, memory_kind))
+    devices = want.device_set | (now.sharding.device_set if now.kind == "array" and now.sharding else set())
+    across = len({d.process_index for d in devices}) > 1
+    return transient_bytes(now, want, planned.shape, planned.dtype.itemsize), across
 
 
 def _route_text(planned: LeafPlan, now: Placement, mesh: MeshLike, memory_kind: str | None) -> str:

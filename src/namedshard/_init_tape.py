@@ -58,7 +58,7 @@ def has_words(aval: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _dtype_has_words(dtype: Any) -> bool:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return True
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits == dtype.itemsize * 8

@@ -307,6 +307,15 @@ def carried_mapping(named_array: NamedArray) -> AxisMapping | None:
 
     Args:
         named_array: Any `haliax.NamedArray`.
+
+    Returns:
+        The mapping given to `with_mapping`.
+
+    Examples:
+        >>> import haliax as hax, jax.numpy as jnp, namedshard as ns
+        >>> x = hax.named(jnp.zeros(4), "embed")
+        >>> ns.carried_mapping(x), ns.carried_mapping(ns.with_mapping(x, {"embed": "data"}))
+        (None, AxisMapping({'embed': 'data'}))
     """
     return named_array.mapping if isinstance(named_array, MappedArray) else None
 

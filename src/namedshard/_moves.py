@@ -315,6 +315,9 @@ def from_pieces(
     with compat.no_context_mesh():
         if sharding is None:
             return jax.device_put(next(iter(pieces.values())))
+        if not sharding.addressable_devices:
+            # JAX asks for a replicated array's one piece even where no device of this process holds it.
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
         return jax.make_array_from_callback(
             shape, sharding, lambda index: pieces[bounds_of(index or (), shape)], dtype=dtype
         )

@@ -34,6 +34,8 @@ class Row:
         why: One sentence per axis whose rule was not simply applied.
         problems: What is wrong, one sentence each; empty if the leaf can be placed.
         leaves: How many leaves the row stands for.
+        transient_bytes: The most that each leaf takes on one device while it moves, source and target shards included.
+        across: Whether the move involves several processes.
     """
 
     path: str
@@ -43,6 +45,8 @@ class Row:
     why: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     leaves: int = 1
+    transient_bytes: int = 0
+    across: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -306,6 +310,11 @@ def _totals(found: Findings) -> Iterator[str]:
         yield f"{_count(t.left, 'leaf is left as it is', 'leaves are left as they are')} ({human_bytes(t.bytes_left)})"
     if t.others:
         yield f"{_count(t.others, 'leaf is', 'leaves are')} no array"
+    if crossing := [row.transient_bytes for row in found.rows if row.across]:
+        yield (
+            f"{_count(len(crossing), 'move crosses', 'moves cross')} processes, with at most"
+            f" {human_bytes(max(crossing))} of a leaf on a device at a time"
+        )
     yield f"mesh {describe(found.mesh)}" + (
         f"; no rule for {', '.join(found.unmapped[:MAX_LISTED])}" if found.unmapped else ""
     )
@@ -342,6 +351,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "memory_kind": p.memory_kind,
         "bytes": p.bytes,
         "bytes_per_device": None if row.problems else p.bytes_per_device,
+        "transient_bytes": None if row.problems else row.transient_bytes,
         "now": row.now,
         "route": row.route,
         "why": [

@@ -1,6 +1,7 @@
 """Every source placement to every target placement, whatever the processes own."""
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -219,6 +220,20 @@ def case_the_mesh_in_force_does_not_matter() -> None:
             with jax.set_mesh(PLACES[context][0]), ns.axis_mapping(mapping):
                 y = ns.shard(named(make(np.float32, "all"), "a b c"), mesh=where).array
             check(y, values(np.float32), where, spec)
+
+
+def case_explain_shows_what_a_move_takes() -> None:
+    where, mapping, _ = PLACES["transposed"]
+    x = make(np.float32, "all")
+    row = ns.explain(named(x, "a b c"), mapping, where).rows[0]
+    shards = (
+        x.sharding.shard_shape(x.shape),
+        jax.sharding.NamedSharding(where, PLACES["transposed"][2]).shard_shape(x.shape),
+    )
+    equal(row.transient_bytes, sum(4 * math.prod(s) for s in shards) + collective.CHUNK_BYTES)
+    told = str(ns.explain(named(x, "a b c"), mapping, where))
+    equal("1 move crosses processes, with at most 64 MiB of a leaf on a device at a time" in told, True)
+    equal("cross" in str(ns.explain(named(values(np.float32), "a b c"), mapping, where)), True)
 
 
 SAME_DEVICES = ("all", "transposed", "reversed", "interleaved", "replicated", "explicit, reversed", "mixed")
