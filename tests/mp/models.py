@@ -114,3 +114,39 @@ def case_a_host_array_in_a_compiled_function() -> None:
     value = values(np.int32, (24, 48))
     with jax.set_mesh(GRID):
         check(f(named(value, "embed mlp")).array, value * 2, GRID, P("data", "model"))
+
+
+def _trained(optimizer: Any, steps: int) -> tuple[Any, Any]:
+    with jax.set_mesh(GRID), ns.axis_mapping(MAPPING):
+        numbers = np.random.default_rng(0).standard_normal((24, 48), np.float32)
+        params = ns.shard({"w": named(numbers, "embed mlp"), "b": named(numbers[0], "mlp")})
+        state = ns.init(optimizer.init, params)
+
+        @ns.named_jit
+        def step(params: Any, state: Any, number: Any) -> Any:
+            grads = jax.tree.map(lambda p: jnp.cos(p * 3 + number), params)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for number in range(steps):
+            params, state = step(params, state, np.float32(number))
+    return params, state
+
+
+def case_states_live_in_host_memory() -> None:
+    optimizer = optax.adamw(1e-2)
+    params, state = _trained(ns.offload_optimizer(optimizer, r"\.(mu|nu)\b"), 5)
+    expected, on_device = _trained(optimizer, 5)
+    for x, y in zip(leaves((params, state)), leaves((expected, on_device)), strict=True):
+        equal(
+            all(same_bits(a.data, b.data) for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True)),
+            True,
+        )
+    equal({x.sharding.memory_kind for x in leaves((state[0].mu, state[0].nu))}, {"pinned_host"})
+    equal({x.sharding.memory_kind for x in leaves(on_device)}, {"device"})
+    equal(state[0].count.sharding.memory_kind, "device")
+    equal(specs(state[0].mu), specs(params))
+    turned = ns.shard(state, MAPPING, TURNED)
+    equal({x.sharding.memory_kind for x in leaves((turned[0].mu, turned[0].nu))}, {"pinned_host"})
+    whole, moved = ns.to_host(on_device[0].mu), ns.to_host(turned[0].mu)
+    equal([same_bits(a, b) for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(moved), strict=True)], [True, True])
