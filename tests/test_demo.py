@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import haliax.partitioning
 import jax
 import numpy as np
 import pytest
@@ -86,6 +87,46 @@ def test_the_mesh_does_not_change_the_numbers(demo: ModuleType, data: int, model
     np.testing.assert_allclose(embeddings[0, :4], BEGINNING, atol=1e-5)
     for (i, j), cosine in COSINES.items():
         assert abs(float(embeddings[i] @ embeddings[j]) - cosine) < 1e-4
+
+
+REVERSED = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+EXPLICIT = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+FLAT = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("on", [REVERSED, FLAT], ids=["reversed", "one axis"])
+def test_other_meshes(demo: ModuleType, on: Mesh) -> None:
+    agrees_on(demo, on)
+
+
+def agrees_on(demo: ModuleType, on: Mesh) -> None:
+    parameters = demo.PARAMETERS if "model" in on.shape else {"vocab": ns.first("data", None), "mlp": "data"}
+    compute = demo.MAPPING if "model" in on.shape else {"batch": "data"}
+    model = ns.load_safetensors(
+        demo.model_folder(),
+        demo.abstract_model(),
+        mapping=parameters,
+        mesh=on,
+        names=demo.tensor_names(),
+        unexpected="ignore",
+    )
+    ids, mask = demo.tokenise(demo.model_folder(), list(demo.SENTENCES), mesh(8, 1))
+    with jax.set_mesh(on):
+        embeddings = np.asarray(ns.named_jit(lambda m, i, k: m(i, k), compute)(model, ids, mask).array)
+    np.testing.assert_allclose(embeddings[0, :4], BEGINNING, atol=1e-5)
+    for (i, j), cosine in COSINES.items():
+        assert abs(float(embeddings[i] @ embeddings[j]) - cosine) < 1e-4
+
+
+def test_an_explicit_mesh(demo: ModuleType) -> None:
+    """The older Haliax cannot compute on one: there the loaded model moves to an Auto mesh first."""
+    if hasattr(haliax.partitioning, "all_mesh_axes_explicit"):
+        agrees_on(demo, EXPLICIT)
+        return
+    loaded = demo.load(demo.model_folder(), demo.abstract_model(), EXPLICIT)
+    moved = ns.shard(loaded, demo.PARAMETERS, mesh(2, 4))
+    embeddings = embed(demo, moved, list(demo.SENTENCES), mesh(2, 4))
+    np.testing.assert_allclose(embeddings[0, :4], BEGINNING, atol=1e-5)
 
 
 def test_every_weight_is_loaded_exactly_and_where_the_plan_says(demo: ModuleType) -> None:

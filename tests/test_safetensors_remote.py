@@ -23,6 +23,7 @@ from moto.server import ThreadedMotoServer
 from support import M8, bits, counting, mesh, nothing_moved
 
 import namedshard as ns
+from namedshard._cli import main
 from namedshard._safetensors import _remote
 
 TENSORS = {f"t{i:02}": counting(16, 8) + 1000 * i for i in range(12)}
@@ -138,6 +139,12 @@ def test_headers_alone_travel_for_headers_and_few_requests_for_tensors(server):
     total = sum(x.nbytes for x in TENSORS.values())
     assert server.data_bytes() == total
     assert sum(start > 2000 or stop - start > 2000 for _, start, stop in server.sent) == 2
+
+
+def test_the_command_line_reads_headers_alone(server, capsys):
+    assert main(["explain", server.url, "--mesh", "data=2", "--map", "a=data"]) == 0
+    assert "t00" in capsys.readouterr().out
+    assert server.data_bytes() == 0
 
 
 def test_only_the_ranges_that_are_wanted_travel(server):
