@@ -514,6 +514,7 @@ def test_json() -> None:
             "bytes": 30522 * 384 * 4 + 28 + 2,
             "bytes_per_device": 15261 * 384 * 4,
             "bytes_replicated": 0,
+            "bytes_in_host_memory": 0,
             "left": 1,
             "bytes_left": 2,
             "others": 0,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import haliax as hax
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import E42, M8, M42, bits, na
 
 import namedshard as ns
-from namedshard import _offload
+from namedshard import _jaxcompat, _offload
 from namedshard._leaves import named_leaves
 
 MAPPING = {"embed": "data", "mlp": "model"}
@@ -357,6 +358,52 @@ def test_a_compiler_that_ignores_the_transfers_is_found(monkeypatch: pytest.Monk
         "  fix: use a newer jaxlib, or do not offload on this backend"
     )
     _offload._check_compiler.cache_clear()
+
+
+def test_named_jit_looks_at_its_compiled_step_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = ns.offload_optimizer(optax.adam(1e-3))
+    params = {"w": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+
+    def update(params: Any, state: Any) -> Any:
+        return optimizer.update(params, state)
+
+    step = ns.named_jit(update, donate_args=(False, True))
+    jax.jit(update)(params, state)  # so that the first look at the compiler itself is over
+    monkeypatch.setattr(_jaxcompat, "HOST_IN_HLO", "not to be found")
+    assert message_of(lambda: step(params, state), ns.OffloadError) == (
+        "update: 2 of 4 leaves traced into host memory would come out of the compiled program elsewhere\n"
+        "  [1][0].mu['w']: in 'pinned_host', wanted in 'pinned_host'\n"
+        "  [1][0].nu['w']: in 'pinned_host', wanted in 'pinned_host'\n"
+        "  fix: use a newer jaxlib, or do not offload on this backend"
+    )
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    monkeypatch.undo()
+    _, after = step(params, state)
+    assert kinds(after) == {"[0].count": "device", "[0].mu['w']": "pinned_host", "[0].nu['w']": "pinned_host"}
+    assert step.report().compiles == 1
+
+
+def test_states_are_saved_and_loaded_in_host_memory(tmp_path: Path) -> None:
+    with jax.set_mesh(M42), ns.axis_mapping(MAPPING):
+        state = ns.offload_optimizer(optax.adam(1e-2)).init(ns.shard(parameters()))
+        ns.save_safetensors(state[0].mu, tmp_path, progress=False)
+        loaded = ns.load_safetensors(tmp_path, state[0].mu, memory_kind="pinned_host", progress=False)
+    assert set(kinds(loaded).values()) == {"pinned_host"}
+    assert loaded["w"].array.sharding == state[0].mu["w"].array.sharding
+    assert_same(loaded, state[0].mu)
+
+
+def test_explain_tells_host_memory_apart() -> None:
+    with jax.set_mesh(M42), ns.axis_mapping(MAPPING):
+        params = ns.shard({"w": na(jnp.ones((64, 64)), "embed mlp")})
+        told = ns.explain(ns.offload_optimizer(optax.adam(1e-2), r"\.mu\b").init(params))
+    assert {row.path: row.memory_kind for row in told.rows} == {
+        "[0].count": "device",
+        "[0].mu['w']": "pinned_host",
+        "[0].nu['w']": "device",
+    }
+    assert "on each of 8 devices 4 KiB, of which 0 B replicated and 2 KiB in host memory" in str(told)
 
 
 def test_the_transfers_are_in_the_compiled_step() -> None:

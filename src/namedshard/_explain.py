@@ -223,7 +223,8 @@ def _row(
     if problems:
         return Row(planned.path, planned, now, "error", told, problems)
     transient, across = (0, False) if stored is not None else _while_moving(leaf, planned, plan, memory_kind, staging)
-    return Row(planned.path, planned, now, route, told, transient_bytes=transient, across=across)
+    kind = memory_kind if stored is not None else wanted_memory_kind(placement_of(leaf.value, staging), memory_kind)
+    return Row(planned.path, planned, now, route, told, transient_bytes=transient, across=across, memory_kind=kind)
 
 
 def _while_moving(
@@ -284,6 +285,11 @@ def _totals(plan: Plan, rows: Sequence[Row]) -> Totals:
         bytes=sum(row.plan.bytes for row in rows),
         bytes_per_device=sum(p.bytes_per_device for p in placed),
         bytes_replicated=sum(p.bytes_per_device for p in placed if not _used(p)),
+        bytes_in_host_memory=sum(
+            row.plan.bytes_per_device
+            for row in rows
+            if row.plan.spec is not None and not row.problems and row.memory_kind in ("pinned_host", "unpinned_host")
+        ),
         left=len(left),
         bytes_left=sum(p.bytes for p in left),
         others=len(plan.leaves) - len(rows),

@@ -19,7 +19,7 @@ from namedshard._leaves import Leaf, is_array_like
 from namedshard._mapping import AxisMapping, MappingLike, current_mapping, thread_hint
 from namedshard._mesh import MeshLike, context_mesh, describe
 from namedshard._place import place_leaves
-from namedshard._programs import Program, check_trace, make_program, program_key
+from namedshard._programs import Program, check_host_outputs, check_trace, make_program, program_key
 from namedshard._stages import Lowered
 from namedshard._statics import check_hashable, held_values, number_types, same_objects, signature, static_key
 from namedshard._types import PyTree, PyTreeDef, Tracer
@@ -269,6 +269,7 @@ class NamedJit:
 
     def _first_run(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any]:
         with compat.count_compiles() as made:
+            check_host_outputs(call.program, arrays)
             out = call.program.jitted(*arrays)
         call.program.compiles += made[0]
         call.settled = True

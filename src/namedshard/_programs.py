@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import IgnoredTransferError, message
+from namedshard._errors import IgnoredTransferError, OffloadError, count_of, message
 from namedshard._jaxprs import Transfer, ignored_specs, ignored_transfers
 from namedshard._leaves import Leaf, is_array_like, named_leaves
 from namedshard._mapping import AxisMapping, axis_mapping
@@ -244,3 +244,23 @@ def _raise_ignored(name: str, found: Sequence[Transfer], devices: Sequence[Devic
             ' ns.shard(..., memory_kind="pinned_host") or jax.device_put(x, jax.memory.Space.Host)',
         )
     )
+
+
+def check_host_outputs(program: Program, values: Sequence[Any]) -> None:
+    """Results that were traced into host memory come out of the compiled program there; otherwise it does not run."""
+    meant = [(n, o) for n, o in enumerate(program.outputs) if o.memory_kind != "device" and not compat.is_key_array(o)]
+    if not meant or any(isinstance(x, Tracer) for x in values):
+        return
+    compiled = program.jitted.lower(*values).compile()
+    got = jax.tree_util.tree_leaves(compiled.output_shardings)
+    told = compat.HOST_IN_HLO in (compiled.as_text() or "")
+    wrong = [(o, got[n].memory_kind) for n, o in meant if not told or got[n].memory_kind != o.memory_kind]
+    if wrong:
+        raise OffloadError(
+            message(
+                f"{program.name}: {count_of(len(wrong), len(program.outputs))} traced into host memory would come out"
+                " of the compiled program elsewhere",
+                [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in wrong],
+                fix="use a newer jaxlib, or do not offload on this backend",
+            )
+        )

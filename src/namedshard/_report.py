@@ -36,6 +36,7 @@ class Row:
         leaves: How many leaves the row stands for.
         transient_bytes: The most that each leaf takes on one device while it moves, source and target shards included.
         across: Whether the move involves several processes.
+        memory_kind: The memory that it will be in; None where only the devices know.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Row:
     leaves: int = 1
     transient_bytes: int = 0
     across: bool = False
+    memory_kind: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Totals:
         bytes: Of all arrays, each counted whole once.
         bytes_per_device: Of the arrays that are and can be placed, on each device.
         bytes_replicated: The part of ``bytes_per_device`` in arrays that every device holds whole.
+        bytes_in_host_memory: The part of ``bytes_per_device`` in arrays that are, or are wanted, in host memory.
         left: Arrays that are left as they are.
         bytes_left: Their bytes.
         others: Leaves that are no arrays.
@@ -80,6 +83,7 @@ class Totals:
     bytes: int
     bytes_per_device: int
     bytes_replicated: int
+    bytes_in_host_memory: int
     left: int
     bytes_left: int
     others: int
@@ -305,6 +309,7 @@ def _totals(found: Findings) -> Iterator[str]:
         f"{_count(t.leaves, 'leaf', 'leaves')}, {human_bytes(t.bytes)}; on each of"
         f" {_count(found.mesh.size, 'device', 'devices')} {human_bytes(t.bytes_per_device)},"
         f" of which {human_bytes(t.bytes_replicated)} replicated"
+        + (f" and {human_bytes(t.bytes_in_host_memory)} in host memory" if t.bytes_in_host_memory else "")
     )
     if t.left:
         yield f"{_count(t.left, 'leaf is left as it is', 'leaves are left as they are')} ({human_bytes(t.bytes_left)})"
