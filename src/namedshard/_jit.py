@@ -75,7 +75,7 @@ class NamedJit:
             check_live(self._name, arrays, call.live, call.paths)
             raise
         store.runs = call.used = store.runs + 1
-        return program.finish(out) if program.empty else program.build(out)
+        return program.finish(arrays, out) if program.empty or program.surrender else program.build(out)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
         """What to do for these arguments, and their leaves."""
@@ -268,10 +268,9 @@ class NamedJit:
         return placed
 
     def _first_run(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any]:
-        with compat.count_compiles() as made:
+        with call.program.counting():
             check_host_outputs(call.program, arrays)
             out = call.program.jitted(*arrays)
-        call.program.compiles += made[0]
         call.settled = True
         self._compare_outputs(call, out)
         return out

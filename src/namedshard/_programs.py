@@ -1,7 +1,8 @@
 """One flat ``jax.jit`` per signature of a compiled function, and what its trace tells."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +50,8 @@ class Program:
         statics: The argument leaves that do not go in, None in place of those that do.
         arrays: The numbers of the argument leaves that go in; None means all of them.
         donate: Positions among these.
+        surrender: Those of ``donate`` that are deleted after a run: on one device JAX may give a donated array's host
+            memory to a result that belongs in device memory, and then ends the process.
         mesh: What it is traced under.
         jitted: The flat function.
         traces: How often the function's body has run.
@@ -64,6 +67,7 @@ class Program:
     statics: tuple[Any, ...]
     arrays: tuple[int, ...] | None
     donate: tuple[int, ...]
+    surrender: tuple[int, ...]
     mesh: MeshLike | None
     jitted: Any = None
     traces: int = 0
@@ -77,10 +81,22 @@ class Program:
         """The leaves that go in."""
         return leaves if self.arrays is None else [leaves[i] for i in self.arrays]
 
-    def finish(self, out: Sequence[Any]) -> Any:
-        """The function's result from the flat outputs."""
-        if self.empty and not any(isinstance(out[n], Tracer) for n, _ in self.empty):
-            out = place_leaves([o.path for o in self.outputs], out, self.empty)
+    @contextlib.contextmanager
+    def counting(self) -> Generator[None, None, None]:
+        """Count the executables made in the block, also when it fails: the next call finds them in JAX's cache."""
+        with compat.count_compiles() as made:
+            try:
+                yield
+            finally:
+                self.compiles += made[0]
+
+    def finish(self, arrays: Sequence[Any], out: Sequence[Any]) -> Any:
+        """The function's result from the flat arguments and outputs."""
+        if not any(isinstance(x, Tracer) for x in out):
+            for n in self.surrender:
+                arrays[n].delete()
+            if self.empty:
+                out = place_leaves([o.path for o in self.outputs], out, self.empty)
         return self.build(out)
 
 
@@ -116,6 +132,11 @@ def program_key(walked: Sequence[Leaf], placed: Sequence[NamedSharding | None]) 
     )
 
 
+def _in_host_memory(x: Any) -> bool:
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return getattr(sharding, "memory_kind", None) == "pinned_host"
+
+
 def make_program(
     name: str,
     fn: Callable[[], Callable[..., Any]] | None,
@@ -131,7 +152,10 @@ def make_program(
     arrays = tuple(i for i, x in enumerate(leaves) if is_array_like(x))
     statics = tuple(None if is_array_like(x) else x for x in leaves)
     donate = tuple(n for n, i in enumerate(arrays) if donate_mask[i])
-    program = Program(name, treedef, statics, None if len(arrays) == len(leaves) else arrays, donate, mesh)
+    alone = mesh is None or mesh.size == 1
+    surrender = tuple(n for n in donate if alone and _in_host_memory(leaves[arrays[n]]))
+    chosen = None if len(arrays) == len(leaves) else arrays
+    program = Program(name, treedef, statics, chosen, donate, surrender, mesh)
 
     def flat(*values: Any) -> tuple[Any, ...]:
         program.traces += 1
@@ -147,7 +171,8 @@ def make_program(
 
     flat.__name__ = name.rsplit(".", 1)[-1]
     flat.__qualname__ = name
-    program.jitted = jax.jit(flat, donate_argnums=donate, **jit_kwargs)
+    given = tuple(n for n in donate if n not in surrender)
+    program.jitted = jax.jit(flat, donate_argnums=given, **jit_kwargs)
     return program
 
 
@@ -254,7 +279,8 @@ def check_host_outputs(program: Program, values: Sequence[Any]) -> None:
     compiled = program.jitted.lower(*values).compile()
     got = jax.tree_util.tree_leaves(compiled.output_shardings)
     told = compat.HOST_IN_HLO in (compiled.as_text() or "")
-    wrong = [(o, got[n].memory_kind) for n, o in meant if not told or got[n].memory_kind != o.memory_kind]
+    ends = [(o, got[n].memory_kind if told else "device") for n, o in meant]
+    wrong = [(o, kind) for o, kind in ends if kind != o.memory_kind]
     if wrong:
         raise OffloadError(
             message(

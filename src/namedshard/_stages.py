@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from namedshard import _jaxcompat as compat
 from namedshard._calls import Call
 from namedshard._donation import can_be_deleted, check_live, check_shared
 from namedshard._errors import MismatchError, message
@@ -73,7 +72,7 @@ class Compiled(_Stage):
             self._check_types(values)
             self._check_places(values)
             raise
-        return program.finish(out)
+        return program.finish(values, out)
 
     def _check_structure(self, leaves: Sequence[Any], treedef: Any) -> None:
         program = self._call.program
@@ -165,7 +164,6 @@ class Lowered(_Stage):
 
     def compile(self, compiler_options: Any = None) -> Compiled:
         """Compile it."""
-        with compat.count_compiles() as made:
+        with self._call.program.counting():
             stage = self._stage.compile(compiler_options)
-        self._call.program.compiles += made[0]
         return Compiled(stage, self._call, self._prefix, self._bound)
