@@ -149,6 +149,7 @@ AIMS: dict[str, dict[str, float]] = {
     "a flat list of 96 arrays": {"ns.named_jit": 1.05, "ns.named_jit (context)": 1.1},
     "two arrays": {"ns.named_jit": 1.1, "ns.named_jit (context)": 1.1},
     "first call, 96 leaves, training step": {"ns.named_jit": 1.1},
+    "first call, 96 leaves, scaling": {"ns.named_jit": 1.1},
 }
 
 

@@ -1,10 +1,9 @@
-"""What a compiled function means: arguments, statics, results, transformations, methods, and how often it is traced."""
+"""What a compiled function means: arguments, statics, results, transformations and methods."""
 
 import dataclasses
 import functools
 import gc
 import math
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import E42, M8, M8_REVERSED, M42, ONE_OF_EACH, assert_exactly, bits, counting, mesh, na
+from support import M8, M42, ONE_OF_EACH, assert_exactly, bits, counting, mesh, na
 
 import namedshard as ns
 from namedshard import _calls
@@ -405,130 +404,6 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     report = fn.report()
     # The one in use throughout was never forgotten: 1 + 20 of the others, which never fit.
     assert (report.calls, report.traces, report.compiles) == (40, 21, 21)
-
-
-# --- how often it is traced -------------------------------------------------------------------------------------------
-
-
-def test_the_body_runs_once_per_signature() -> None:
-    fn = ns.named_jit(lambda x, y=None: x + 1, {"a": "data"})
-    with jax.set_mesh(M8):
-        for size in (8, 16, 8, 24, 16):
-            out = fn(na(counting(size), "a"))
-            assert_exactly(out, M8, P("data"))
-            assert same(out, counting(size) + 1)
-        assert fn.report() == ns.Report(calls=5, traces=3, compiles=3, reshards=0, bytes_moved=0)
-
-
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
-def test_results_fed_back_compile_nothing_again(kind: str) -> None:
-    fn = ns.named_jit(lambda state: {k: v + 1 for k, v in state.items()}, MAPPING)
-    with jax.set_mesh(ONE_OF_EACH[kind]):
-        state: Any = {"x": na(counting(8, 4), "batch embed"), "step": np.int32(0)}
-        for _ in range(4):
-            state = fn(state)
-        assert same(state["x"], counting(8, 4) + 4)
-        assert int(state["step"]) == 4
-        assert (fn.report().traces, fn.report().compiles) == (1, 1)
-
-
-def test_uncommitted_scalars_and_keys_fed_back() -> None:
-    step = ns.named_jit(lambda n, key: (n + 1, jax.random.fold_in(key, n)))
-    n, key = jnp.int32(0), jax.random.key(0)
-    with jax.set_mesh(M8):
-        for _ in range(5):
-            n, key = step(n, key)
-    assert int(n) == 5
-    assert (step.report().traces, step.report().compiles) == (1, 1)
-
-
-def test_equal_shardings_never_miss() -> None:
-    fn = ns.named_jit(lambda x: x + 1, {"batch": "data"})
-    for _ in range(5):
-        where = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-        with jax.set_mesh(where):
-            fn(na(jax.device_put(counting(8, 4), NamedSharding(where, P("data", None))), "batch embed"))
-    assert (fn.report().traces, fn.report().compiles) == (1, 1)
-
-
-def test_nothing_stale_when_mesh_mapping_shape_or_precision_change() -> None:
-    def step(x):
-        return x * 2
-
-    fn = ns.named_jit(step)
-    for where, mapping, spec in (
-        (M8, {"a": "data"}, P("data")),
-        (M8, {"a": None}, P()),
-        (M8_REVERSED, {"a": "data"}, P("data")),
-        (M42, {"a": "model"}, P("model")),
-        (M42, {"a": ("data", "model")}, P(("data", "model"))),
-        (E42, {"a": "model"}, P("model")),
-        (M8, {"a": "data"}, P("data")),
-    ):
-        with jax.set_mesh(where), ns.axis_mapping(mapping):
-            assert_exactly(fn(na(counting(8), "a")), where, spec)
-    assert fn.report().traces == 6
-    wide = ns.named_jit(lambda x: x * 2)
-    assert wide(np.arange(4)).dtype == np.int32
-    with jax.enable_x64(True):
-        assert wide(np.arange(4)).dtype == np.int64
-    assert wide(np.arange(4)).dtype == np.int32
-    # Structures of results that depend on rank.
-    shapes = ns.named_jit(lambda x: {"a": x} if x.ndim == 1 else {"a": x, "b": x})
-    assert [sorted(shapes(jnp.zeros((2,) * n))) for n in (1, 2, 1)] == [["a"], ["a", "b"], ["a"]]
-    double = ns.named_jit(lambda x: x * 2, {"a": "data"})
-    with jax.set_mesh(M8):
-        assert double(counting(3)).shape == (3,)
-        assert double(np.float32(2)).shape == ()
-
-
-def test_options_of_jax_that_change_the_structure() -> None:
-    fn = ns.named_jit(lambda x: {str(jax.config.jax_default_matmul_precision): x})
-    with jax.default_matmul_precision("highest"):
-        assert list(fn(jnp.ones(2))) == ["highest"]
-    assert list(fn(jnp.ones(2))) == ["None"]
-    with jax.default_matmul_precision("highest"):
-        assert list(fn(jnp.ones(2))) == ["highest"]
-
-
-def test_threads_share_programs_and_trace_once() -> None:
-    fn = ns.named_jit(lambda x: x * 2, {"a": "data"})
-    got: list[Any] = [None] * 8
-    start = threading.Barrier(8)
-
-    def work(n: int) -> None:
-        start.wait()
-        with jax.set_mesh(M8):
-            for _ in range(5):
-                got[n] = fn(na(counting(8) + n, "a"))
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for n in range(8):
-        assert_exactly(got[n], M8, P("data"))
-        assert same(got[n], (counting(8) + n) * 2)
-    assert fn.report().traces == 1
-
-
-def test_a_body_that_fails_is_traced_anew() -> None:
-    fail = [True]
-
-    @ns.named_jit
-    def step(x):
-        if fail[0]:
-            raise ValueError("not yet")
-        return x + 1
-
-    with pytest.raises(ValueError) as caught:
-        step(jnp.ones(3))
-    assert str(caught.value) == "not yet"
-    fail[0] = False
-    assert same(step(jnp.ones(3)), np.full(3, 2, np.float32))
-    with jax.disable_jit():
-        assert same(step(jnp.ones(3)), np.full(3, 2, np.float32))
 
 
 # --- around and inside ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -53,13 +54,17 @@ class Program:
         surrender: Those of ``donate`` that are deleted after a run: on one device JAX may give a donated array's host
             memory to a result that belongs in device memory, and then ends the process.
         mesh: What it is traced under.
-        jitted: The flat function.
+        outermost: Whether it is made outside of every transformation, for arrays.
+        options: For ``jax.jit``.
+        traced: The flat function, to be traced.
+        jitted: The flat function, to be run; there once it is traced.
         traces: How often the function's body has run.
         compiles: Executables made.
         checked: Whether the trace was looked at.
         outputs: The array outputs, in order.
+        out_shardings: Of those whose sharding ``jax.jit`` is asked for; None for the others.
         empty: Positions of outputs without elements that a mapping places: the compiler forgets where these belong.
-        build: From flat outputs to the result.
+        build: From flat outputs to the result; a faster one from the second use on.
     """
 
     name: str
@@ -69,11 +74,15 @@ class Program:
     donate: tuple[int, ...]
     surrender: tuple[int, ...]
     mesh: MeshLike | None
+    outermost: bool
+    options: dict[str, Any]
+    traced: Any = None
     jitted: Any = None
     traces: int = 0
     compiles: int = 0
     checked: bool = False
     outputs: tuple[Output, ...] = ()
+    out_shardings: tuple[NamedSharding | None, ...] = ()
     empty: tuple[tuple[int, NamedSharding], ...] = ()
     build: Builder = _untraced
 
@@ -155,7 +164,9 @@ def make_program(
     alone = mesh is None or mesh.size == 1
     surrender = tuple(n for n in donate if alone and _in_host_memory(leaves[arrays[n]]))
     chosen = None if len(arrays) == len(leaves) else arrays
-    program = Program(name, treedef, statics, chosen, donate, surrender, mesh)
+    outermost = compat.nothing_traced() and not any(isinstance(x, Tracer) for x in leaves)
+    options = dict(jit_kwargs, donate_argnums=tuple(n for n in donate if n not in surrender))
+    program = Program(name, treedef, statics, chosen, donate, surrender, mesh, outermost, options)
 
     def flat(*values: Any) -> tuple[Any, ...]:
         program.traces += 1
@@ -169,11 +180,35 @@ def make_program(
         with axis_mapping(mapping):
             return _record(program, call(*args, **kwargs), out_mapping)
 
-    flat.__name__ = name.rsplit(".", 1)[-1]
-    flat.__qualname__ = name
-    given = tuple(n for n in donate if n not in surrender)
-    program.jitted = jax.jit(flat, donate_argnums=given, **jit_kwargs)
+    program.traced = jax.jit(_named(flat, name))
     return program
+
+
+def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    fn.__name__ = name.rsplit(".", 1)[-1]
+    fn.__qualname__ = name
+    return fn
+
+
+def _to_run(program: Program, jaxpr: Any) -> Any:
+    """The traced function as it is to be compiled: ``out_shardings`` are known only after the trace."""
+    if all(s is None for s in program.out_shardings):
+        return jax.jit(program.traced.__wrapped__, **program.options)
+    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+
+    def flat(*values: Any) -> tuple[Any, ...]:
+        return tuple(run(*values))
+
+    return jax.jit(_named(flat, program.name), out_shardings=program.out_shardings, **program.options)
+
+
+def _is_left_to_jit(x: Any, want: NamedSharding) -> bool:
+    """Whether ``out_shardings`` do what a constraint would; they cost less to trace and to compile."""
+    if not isinstance(x, Tracer) or not x.size or compat.is_key_array(x) or want.memory_kind not in (None, "device"):
+        return False
+    typed_for = jax.typeof(x).sharding.mesh
+    meshes = (want.mesh, typed_for, *filter(None, [compat.abstract_context_mesh()]))
+    return isinstance(want.mesh, Mesh) and all(set(m.axis_types) <= {AxisType.Auto} for m in meshes)
 
 
 def _is_output_array(x: Any) -> bool:
@@ -201,7 +236,8 @@ def _record(program: Program, out: Any, out_mapping: AxisMapping | None) -> tupl
     leaves, treedef = jax.tree_util.tree_flatten(out)
     walked = named_leaves(out)
     asked = _asked(walked, treedef, out_mapping)
-    wanted = [(i, want) for i, want in enumerate(asked) if want is not None]
+    by_jit = [program.outermost and w is not None and _is_left_to_jit(x, w) for x, w in zip(leaves, asked, strict=True)]
+    wanted = [(i, want) for i, want in enumerate(asked) if want is not None and not by_jit[i]]
     if wanted:
         leaves = place_leaves([leaf.path for leaf in walked], leaves, wanted)
     picked = [i for i, x in enumerate(leaves) if _is_output_array(x)]
@@ -217,35 +253,51 @@ def _record(program: Program, out: Any, out_mapping: AxisMapping | None) -> tupl
         )
         for i, x in zip(picked, values, strict=True)
     )
+    program.out_shardings = tuple(asked[i] if by_jit[i] else None for i in picked)
     program.empty = tuple(
         (n, o.asked)
         for n, o in enumerate(program.outputs)
         if o.asked is not None and 0 in o.shape and isinstance(o.asked.mesh, Mesh)
     )
-    build = unflattener(treedef)
-    if len(picked) == len(leaves):
-        program.build = build
-        return values
-    statics = [None if _is_output_array(x) else x for x in leaves]
-
-    def with_statics(arrays: Sequence[Any]) -> Any:
-        full = list(statics)
-        for i, x in zip(picked, arrays, strict=True):
-            full[i] = x
-        return build(full)
-
-    program.build = with_statics
+    program.build = _builder(program, treedef, [None if _is_output_array(x) else x for x in leaves], picked)
     return values
+
+
+def _builder(program: Program, treedef: Any, statics: Sequence[Any], picked: Sequence[int]) -> Builder:
+    """From flat outputs to the result. A structure is studied at its second use: many functions are called once."""
+
+    def with_statics(build: Builder) -> Builder:
+        if len(picked) == len(statics):
+            return build
+
+        def built(arrays: Sequence[Any]) -> Any:
+            full = list(statics)
+            for i, x in zip(picked, arrays, strict=True):
+                full[i] = x
+            return build(full)
+
+        return built
+
+    def first(arrays: Sequence[Any]) -> Any:
+        program.build = second
+        return with_statics(treedef.unflatten)(arrays)
+
+    def second(arrays: Sequence[Any]) -> Any:
+        program.build = with_statics(unflattener(treedef))
+        return program.build(arrays)
+
+    return first
 
 
 def check_trace(program: Program, values: Sequence[Any]) -> str | None:
     """Trace, and find what the compiler would get wrong without a word: an error, or a warning to give."""
-    jaxpr = program.jitted.trace(*values).jaxpr
+    jaxpr = program.traced.trace(*values).jaxpr
     devices, fixed = traced_devices(values, program.mesh)
     if devices is not None:
         found = ignored_transfers(jaxpr.jaxpr, devices, fixed)
         if found:
             _raise_ignored(program.name, found, devices)
+    program.jitted = _to_run(program, jaxpr)
     program.checked = True
     specs = ignored_specs(jaxpr.jaxpr, [getattr(x, "sharding", None) for x in values])
     if not specs:
