@@ -1,9 +1,9 @@
 """What the checkpoint tests build on: files written byte by byte, a recording source, a model of every kind."""
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from haliax.state_dict import ModuleWithStateDictSerialization
 
+from namedshard._safetensors import _load
 from namedshard._safetensors._source import LocalFile
 
 CODES = {
@@ -43,7 +44,7 @@ CODES = {
 def raw(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
     """A file's bytes from a header (an object, or bytes taken as they are) and what follows it."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
+    return pack("<Q", len(text) if length is None else length) + text + data
 
 
 def encode(tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
@@ -189,3 +190,26 @@ def model() -> Model:
         jnp.asarray((np.arange(x.size) + 1000 * i).astype(x.dtype).reshape(x.shape)) for i, x in enumerate(leaves)
     ]
     return eqx.combine(jax.tree_util.tree_unflatten(treedef, values), statics)
+
+
+def load_recorded(path: Any, like: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Any, Recorder]:
+    """Load, and what was read for it."""
+    recorder = Recorder() if recorder is None else recorder
+    defaults: dict[str, Any] = {
+        "mapping": None,
+        "mesh": None,
+        "names": None,
+        "dtype": None,
+        "memory_kind": None,
+        "indivisible": None,
+        "missing": "error",
+        "unexpected": "warn",
+        "narrow": "error",
+        "budget": "1GiB",
+        "progress": False,
+    }
+    return _load.load_with(recorder, path, like, **{**defaults, **options}), recorder
+
+
+def struct(*shape: int, dtype: Any = np.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import Model, Recorder, arrays, model, structs, write, write_sharded
+from checkpoints import Model, Recorder, arrays, load_recorded, model, struct, structs, write, write_sharded
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
@@ -39,7 +39,6 @@ from support import (
 
 import namedshard as ns
 from namedshard import _moves
-from namedshard._safetensors import _load
 from namedshard._safetensors._ranges import LOCAL
 
 MESHES = {
@@ -50,29 +49,6 @@ MESHES = {
     "three of four": mesh((2, 2), "data model", EXPLICIT, DEVICES[[5, 1, 6, 2]]),
 }
 VALUE = counting(8, 16)
-
-
-def load_recorded(path: Any, like: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Any, Recorder]:
-    """Load, and what was read for it."""
-    recorder = Recorder() if recorder is None else recorder
-    defaults: dict[str, Any] = {
-        "mapping": None,
-        "mesh": None,
-        "names": None,
-        "dtype": None,
-        "memory_kind": None,
-        "indivisible": None,
-        "missing": "error",
-        "unexpected": "warn",
-        "narrow": "error",
-        "budget": "1GiB",
-        "progress": False,
-    }
-    return _load.load_with(recorder, path, like, **{**defaults, **options}), recorder
-
-
-def struct(*shape: int, dtype: Any = np.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 # --- placements -------------------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Dtypes and names of loaded tensors: every bit kept or an error, every name found or listed."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import EVERY_DTYPE, Recorder, encode, raw, structs, write
+from checkpoints import EVERY_DTYPE, Recorder, encode, load_recorded, raw, struct, structs, write
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import (
@@ -19,32 +17,8 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard._safetensors import _load
 
 VALUE = counting(8, 16)
-
-
-def load_recorded(path: Any, like: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Any, Recorder]:
-    """Load, and what was read for it."""
-    recorder = Recorder() if recorder is None else recorder
-    defaults: dict[str, Any] = {
-        "mapping": None,
-        "mesh": None,
-        "names": None,
-        "dtype": None,
-        "memory_kind": None,
-        "indivisible": None,
-        "missing": "error",
-        "unexpected": "warn",
-        "narrow": "error",
-        "budget": "1GiB",
-        "progress": False,
-    }
-    return _load.load_with(recorder, path, like, **{**defaults, **options}), recorder
-
-
-def struct(*shape: int, dtype: Any = np.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
