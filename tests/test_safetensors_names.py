@@ -1,6 +1,7 @@
 """Names and layouts: those of Haliax's own state dicts for its modules, and the obvious ones for every other tree."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import EMBED, HEADS, LAYERS, MLP, SIZE, Block, Model, model, write
+from checkpoints import EMBED, HEADS, LAYERS, MLP, SIZE, Block, Model, arrays, model, write
 from haliax.state_dict import ModuleWithStateDictSerialization, to_torch_compatible_state_dict
 from support import M42, bits, counting, na
 
@@ -275,3 +276,25 @@ def test_lora_trees_have_only_what_is_left_in_them(tmp_path):
     loaded = ns.load_safetensors(tmp_path, adapters)
     assert bits(loaded.layers.stacked.up.weight.array) == bits(full.layers.stacked.up.weight.array)
     assert isinstance(full, Model)
+
+
+def test_each_leaf_on_its_own_is_stored_as_within_the_whole(tmp_path):
+    whole = model()
+    ns.save_safetensors(whole, tmp_path / "whole.safetensors")
+    wanted = {
+        n: Path(i.file).read_bytes()[i.start : i.stop]
+        for n, i in ns.read_header(tmp_path / "whole.safetensors").items()
+    }
+    leaves, treedef = jax.tree_util.tree_flatten(whole)
+    path = tmp_path / "alone.safetensors"
+    seen: list[str] = []
+    for i in (i for i, leaf in enumerate(leaves) if eqx.is_array(leaf)):
+        mask = jax.tree_util.tree_unflatten(treedef, [j == i for j in range(len(leaves))])
+        alone, rest = eqx.partition(whole, mask)
+        ns.save_safetensors(alone, path)
+        found = {n: Path(info.file).read_bytes()[info.start : info.stop] for n, info in ns.read_header(path).items()}
+        assert found == {n: wanted[n] for n in found}
+        seen += found
+        back = ns.load_safetensors(path, alone)
+        assert [bits(x) for x in arrays(eqx.combine(back, rest))] == [bits(x) for x in arrays(whole)]
+    assert sorted(seen) == sorted(wanted)

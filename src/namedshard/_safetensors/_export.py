@@ -12,6 +12,7 @@ import equinox as eqx
 import haliax.state_dict
 import jax
 import numpy as np
+from haliax import NamedArray
 from haliax.nn import BlockSeq, Stacked
 
 from namedshard._leaves import is_array_like, named_leaves
@@ -45,7 +46,7 @@ def exported(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
     Raises:
         Exception: Whatever the module's own code raises.
     """
-    arrays_only = eqx.filter(module, is_array_like)
+    arrays_only = _without_empty_names(eqx.filter(module, is_array_like))
     paths = tuple(leaf.path for leaf in named_leaves(arrays_only))
     leaves, treedef = jax.tree_util.tree_flatten(arrays_only)
     shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
@@ -56,6 +57,18 @@ def exported(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
     else:
         found = _cached_trace(treedef, shapes)
     return [(name, value, paths) for name, value in found]
+
+
+def _without_empty_names(module: Any) -> Any:
+    """The module with None for each NamedArray that has lost its array.
+
+    Equinox's filters keep the names around a None, and Haliax's modules expect a bare one, as that of an absent bias.
+    """
+
+    def emptied(x: Any) -> Any:
+        return None if isinstance(x, NamedArray) and x.array is None else x
+
+    return jax.tree_util.tree_map(emptied, module, is_leaf=lambda x: isinstance(x, NamedArray))
 
 
 def _trace(
