@@ -301,8 +301,11 @@ def sharding_text(sharding: Sharding) -> str:
     """A sharding in words that are equal on two processes only if the shardings are."""
     devices = [d.id for d in compat.device_order(sharding)]
     if isinstance(sharding, NamedSharding):
-        axes = dict(sharding.mesh.shape)
-        return f"{sharding.spec} of {axes} on devices {devices} in {sharding.memory_kind}"
+        axes, entries = dict(sharding.mesh.shape), list(sharding.spec)
+        # JAX leaves out or adds dimensions that are not split, and not alike on all processes.
+        while entries and not entries[-1]:
+            entries.pop()
+        return f"{PartitionSpec(*entries)} of {axes} on devices {devices} in {sharding.memory_kind}"
     kind = "device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
     return f"{kind} {devices} in {sharding.memory_kind}"
 

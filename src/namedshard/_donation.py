@@ -1,13 +1,14 @@
 """Donated arguments of compiled functions: which they are, and everything that can go wrong with them."""
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DonationError, message
+from namedshard._errors import DonationError, did_you_mean, message
 from namedshard._programs import Output
 from namedshard._types import Tracer
 
@@ -24,13 +25,39 @@ def _leaf_mask(spec: Any, value: Any) -> list[bool]:
     return mask
 
 
+def _named_ones(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:
+    """Those of the named donation specs whose argument is among the ``count`` positional ones, by position."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return {}
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [key for key in specs if key not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise DonationError(
+            message(
+                f"{name}: donate_kwargs names {'an argument' if len(unknown) == 1 else 'arguments'} that the function"
+                " does not have",
+                [f"{key!r}{did_you_mean(key, known)}" for key in unknown],
+                fix=f"the arguments with names are {', '.join(known) or 'none'}",
+            )
+        )
+    return {i: specs[p.name] for i, p in enumerate(parameters[:count]) if p.name in known and p.name in specs}
+
+
 def donation_mask(
-    name: str, donate_args: Any, donate_kwargs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str,
+    fn: Callable[..., Any],
+    donate_args: Any,
+    donate_kwargs: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> list[bool]:
     """For each leaf of ``(args, kwargs)``: is it donated?
 
     Raises:
-        DonationError: ``donate_args`` is longer than the arguments, or does not match their structure.
+        DonationError: ``donate_args`` is longer than the arguments, or does not match their structure; or
+            ``donate_kwargs`` names what is no argument.
     """
     by_position = [donate_args] * len(args) if isinstance(donate_args, bool) else list(donate_args or ())
     if len(by_position) > len(args):
@@ -43,6 +70,9 @@ def donation_mask(
         )
     by_position += [False] * (len(args) - len(by_position))
     by_name = dict.fromkeys(kwargs, donate_kwargs) if isinstance(donate_kwargs, bool) else dict(donate_kwargs or {})
+    if not isinstance(donate_kwargs, bool):
+        for i, spec in _named_ones(name, fn, by_name, len(args)).items():
+            by_position[i] = by_position[i] or spec
     mask: list[bool] = []
     named = [*zip(by_position, args, strict=True), *((by_name.get(k, False), kwargs[k]) for k in sorted(kwargs))]
     for spec, value in named:

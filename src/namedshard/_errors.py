@@ -162,9 +162,12 @@ def human_bytes(n: int) -> str:
     raise AssertionError
 
 
+_NOT_THE_CALLERS = ("namedshard", "contextlib", "jax", "equinox", "haliax")
+
+
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the caller's code that led here, whatever the depth."""
     level, frame = 1, sys._getframe(0)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("namedshard", "contextlib"):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)

@@ -19,7 +19,7 @@ from namedshard._leaves import Leaf, is_array_like
 from namedshard._mapping import AxisMapping, MappingLike, current_mapping, thread_hint
 from namedshard._mesh import MeshLike, context_mesh, describe
 from namedshard._place import place_leaves
-from namedshard._programs import Program, check_host_outputs, check_trace, make_program, program_key
+from namedshard._programs import Program, check_host_outputs, check_trace, make_program, program_key, told
 from namedshard._stages import Lowered
 from namedshard._statics import check_hashable, held_values, number_types, same_objects, signature, static_key
 from namedshard._types import PyTree, PyTreeDef, Tracer
@@ -149,7 +149,7 @@ class NamedJit:
             full_key = (treedef, numbers, program_key(walked, placed), *key[2:])
             program = store.programs.get(full_key)
             if program is None:
-                program = self._make(leaves, treedef, mapping, mesh, args, kwargs)
+                program = self._make(leaves, treedef, [leaf.path for leaf in walked], mapping, mesh, args, kwargs)
                 store.programs[full_key] = program
             numbers_of = range(len(leaves)) if program.arrays is None else program.arrays
             position = {i: n for n, i in enumerate(numbers_of)}
@@ -170,6 +170,7 @@ class NamedJit:
         self,
         leaves: Sequence[Any],
         treedef: PyTreeDef,
+        paths: Sequence[str],
         mapping: AxisMapping | None,
         mesh: MeshLike | None,
         args: tuple[Any, ...],
@@ -177,11 +178,12 @@ class NamedJit:
     ) -> Program:
         options = self._options
         mask = [False] * self._fn_leaf_count
-        mask += donation_mask(self._name, options.donate_args, options.donate_kwargs, args, kwargs)
+        mask += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
         out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
         fn = None if self._prefix else weakly(self._fn)
         jit_kwargs = dict(options.jit_kwargs)
-        return make_program(self._name, fn, treedef, leaves, mask, mapping, out_mapping, mesh, jit_kwargs)
+        told_as = told(self._fn, [path for x, path in zip(leaves, paths, strict=True) if is_array_like(x)])
+        return make_program(self._name, fn, told_as, treedef, leaves, mask, mapping, out_mapping, mesh, jit_kwargs)
 
     def _check(self, call: Call, arrays: Sequence[Any]) -> list[Any]:
         """What only the trace tells, before anything moves or runs; returns the arguments as they will be placed."""
@@ -191,11 +193,8 @@ class NamedJit:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
             weak = bool(getattr(x, "weak_type", False))
             placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
-        with self._store.lock:
-            if not program.checked:
-                text = check_trace(program, placed)
-                if text is not None:
-                    self._warn(text)
+        if not program.checked and (text := check_trace(program, placed)):
+            self._warn(text)
         if program.donate:
             check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
         return placed
@@ -444,7 +443,7 @@ def named_jit(
             compiler.
         donate_args: For each positional argument: True, False, a function of a leaf, or a tree of these that is a
             prefix of the argument.
-        donate_kwargs: The same by keyword.
+        donate_kwargs: The same by name, however the argument is passed; True for all that are passed by keyword.
         on_mismatch: ``"error"``; ``"reshard"`` moves just the arguments that do not fit, in one batch, and warns at the
             third call in a row that moves the same ones; ``"warn"`` goes on with JAX's own behaviour.
         **jit_kwargs: For ``jax.jit``: ``keep_unused``, ``inline``, ``compiler_options``, ...

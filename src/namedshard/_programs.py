@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
+import inspect
+import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -37,6 +39,9 @@ class Output:
     memory_kind: str
 
 
+_tracing = threading.local()
+
+
 def _untraced(_: Sequence[Any]) -> Any:
     raise AssertionError("a program knows its results once it is traced")
 
@@ -54,7 +59,8 @@ class Program:
         surrender: Those of ``donate`` that are deleted after a run: on one device JAX may give a donated array's host
             memory to a result that belongs in device memory, and then ends the process.
         mesh: What it is traced under.
-        outermost: Whether it is made outside of every transformation, for arrays.
+        outermost: Whether it is made outside of every transformation, for arrays, and is compiled.
+        told: For ``jax.jit`` to name the user's function and arguments by.
         options: For ``jax.jit``.
         traced: The flat function, to be traced.
         jitted: The flat function, to be run; there once it is traced.
@@ -75,7 +81,9 @@ class Program:
     surrender: tuple[int, ...]
     mesh: MeshLike | None
     outermost: bool
+    told: "Told"
     options: dict[str, Any]
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
     traced: Any = None
     jitted: Any = None
     traces: int = 0
@@ -85,6 +93,20 @@ class Program:
     out_shardings: tuple[NamedSharding | None, ...] = ()
     empty: tuple[tuple[int, NamedSharding], ...] = ()
     build: Builder = _untraced
+
+    @contextlib.contextmanager
+    def tracing(self) -> Generator[None, None, None]:
+        """One thread traces it, and others wait; one that is tracing waits for nobody.
+
+        Else two functions that call each other, traced in two threads, would wait for each other.
+        """
+        nested = getattr(_tracing, "depth", 0)
+        with contextlib.nullcontext() if nested else self.lock:
+            _tracing.depth = nested + 1
+            try:
+                yield
+            finally:
+                _tracing.depth = nested
 
     def picked(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves that go in."""
@@ -111,6 +133,8 @@ class Program:
 
 def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
     if isinstance(x, Tracer):
+        return x.aval
+    if isinstance(x, jax.Ref):
         return x.aval
     weak = bool(getattr(x, "weak_type", False))
     sharding = placed if placed is not None or isinstance(x, jax.Array) else getattr(x, "sharding", None)
@@ -149,6 +173,7 @@ def _in_host_memory(x: Any) -> bool:
 def make_program(
     name: str,
     fn: Callable[[], Callable[..., Any]] | None,
+    told: "Told",
     treedef: PyTreeDef,
     leaves: Sequence[Any],
     donate_mask: Sequence[bool],
@@ -164,9 +189,11 @@ def make_program(
     alone = mesh is None or mesh.size == 1
     surrender = tuple(n for n in donate if alone and _in_host_memory(leaves[arrays[n]]))
     chosen = None if len(arrays) == len(leaves) else arrays
-    outermost = compat.nothing_traced() and not any(isinstance(x, Tracer) for x in leaves)
+    # Without compilation nobody would heed what jit is asked for.
+    compiled = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    outermost = compiled and compat.nothing_traced() and not any(isinstance(x, Tracer) for x in leaves)
     options = dict(jit_kwargs, donate_argnums=tuple(n for n in donate if n not in surrender))
-    program = Program(name, treedef, statics, chosen, donate, surrender, mesh, outermost, options)
+    program = Program(name, treedef, statics, chosen, donate, surrender, mesh, outermost, told, options)
 
     def flat(*values: Any) -> tuple[Any, ...]:
         program.traces += 1
@@ -180,35 +207,76 @@ def make_program(
         with axis_mapping(mapping):
             return _record(program, call(*args, **kwargs), out_mapping)
 
-    program.traced = jax.jit(_named(flat, name))
+    program.traced = _jit(flat, program)
     return program
 
 
-def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    fn.__name__ = name.rsplit(".", 1)[-1]
-    fn.__qualname__ = name
-    return fn
+class _Path(str):
+    """A leaf path, which JAX then calls an argument by."""
+
+    __slots__ = ()
+
+    def isidentifier(self) -> bool:
+        return True
 
 
-def _to_run(program: Program, jaxpr: Any) -> Any:
-    """The traced function as it is to be compiled: ``out_shardings`` are known only after the trace."""
-    if all(s is None for s in program.out_shardings):
-        return jax.jit(program.traced.__wrapped__, **program.options)
-    run = jax.extend.core.jaxpr_as_fun(jaxpr)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What messages of JAX call a flat function and its arguments by: nothing that keeps the user's function alive."""
 
-    def flat(*values: Any) -> tuple[Any, ...]:
-        return tuple(run(*values))
-
-    return jax.jit(_named(flat, program.name), out_shardings=program.out_shardings, **program.options)
+    code: Any
+    signature: inspect.Signature
 
 
-def _is_left_to_jit(x: Any, want: NamedSharding) -> bool:
+def told(fn: Callable[..., Any], paths: Sequence[str]) -> Told:
+    """The user's function, and one parameter for each array among its arguments."""
+    plain = inspect.unwrap(fn.func if isinstance(fn, functools.partial) else fn)
+    code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+    only = inspect.Parameter.POSITIONAL_ONLY
+    return Told(code, inspect.Signature([inspect.Parameter(_Path(path), only) for path in paths]))
+
+
+class _Coded:
+    """Has the name and the code of a function, and holds nothing else of it."""
+
+    def __init__(self, name: str, code: Any):
+        self.__name__ = name
+        self.__code__ = code
+
+
+def _jit(flat: Any, program: Program, **options: Any) -> Any:
+    name = program.name
+    flat.__name__ = name.rsplit(".", 1)[-1]
+    flat.__qualname__ = name
+    flat.__signature__ = program.told.signature
+    if program.told.code is not None:
+        flat.__wrapped__ = _Coded(flat.__name__, program.told.code)
+    return jax.jit(flat, **options)
+
+
+def _to_run(program: Program) -> Any:
+    """The function as it is to be compiled: ``out_shardings`` are known only after the trace, which JAX shares."""
+    shardings = program.out_shardings
+    asked = {} if all(s is None for s in shardings) else {"out_shardings": shardings}
+    return _jit(program.traced.__wrapped__, program, **asked, **program.options)
+
+
+def _left_to_jit(x: Any, want: NamedSharding) -> bool:
     """Whether ``out_shardings`` do what a constraint would; they cost less to trace and to compile."""
     if not isinstance(x, Tracer) or not x.size or compat.is_key_array(x) or want.memory_kind not in (None, "device"):
         return False
     typed_for = jax.typeof(x).sharding.mesh
     meshes = (want.mesh, typed_for, *filter(None, [compat.abstract_context_mesh()]))
     return isinstance(want.mesh, Mesh) and all(set(m.axis_types) <= {AxisType.Auto} for m in meshes)
+
+
+def _kept_in_memory(x: Any, want: NamedSharding) -> bool:
+    """Whether only ``out_shardings`` keep a result in host memory: one that is split over no Auto axis of the mesh.
+
+    JAX makes the sharding of such a result from its type, and forgets the memory.
+    """
+    on_host = isinstance(x, Tracer) and want.memory_kind not in (None, "device")
+    return on_host and isinstance(want.mesh, Mesh) and compat.any_explicit(want.mesh)
 
 
 def _is_output_array(x: Any) -> bool:
@@ -236,10 +304,12 @@ def _record(program: Program, out: Any, out_mapping: AxisMapping | None) -> tupl
     leaves, treedef = jax.tree_util.tree_flatten(out)
     walked = named_leaves(out)
     asked = _asked(walked, treedef, out_mapping)
-    by_jit = [program.outermost and w is not None and _is_left_to_jit(x, w) for x, w in zip(leaves, asked, strict=True)]
-    wanted = [(i, want) for i, want in enumerate(asked) if want is not None and not by_jit[i]]
+    left = {i for i, w in enumerate(asked) if program.outermost and w is not None and _left_to_jit(leaves[i], w)}
+    wanted = [(i, want) for i, want in enumerate(asked) if want is not None and i not in left]
     if wanted:
         leaves = place_leaves([leaf.path for leaf in walked], leaves, wanted)
+    if program.outermost:
+        left |= {i for i, want in wanted if _kept_in_memory(leaves[i], want)}
     picked = [i for i, x in enumerate(leaves) if _is_output_array(x)]
     values = tuple(leaves[i] if isinstance(leaves[i], jax.Array) else jnp.asarray(leaves[i]) for i in picked)
     program.outputs = tuple(
@@ -253,7 +323,7 @@ def _record(program: Program, out: Any, out_mapping: AxisMapping | None) -> tupl
         )
         for i, x in zip(picked, values, strict=True)
     )
-    program.out_shardings = tuple(asked[i] if by_jit[i] else None for i in picked)
+    program.out_shardings = tuple(asked[i] if i in left else None for i in picked)
     program.empty = tuple(
         (n, o.asked)
         for n, o in enumerate(program.outputs)
@@ -291,14 +361,17 @@ def _builder(program: Program, treedef: Any, statics: Sequence[Any], picked: Seq
 
 def check_trace(program: Program, values: Sequence[Any]) -> str | None:
     """Trace, and find what the compiler would get wrong without a word: an error, or a warning to give."""
-    jaxpr = program.traced.trace(*values).jaxpr
-    devices, fixed = traced_devices(values, program.mesh)
-    if devices is not None:
-        found = ignored_transfers(jaxpr.jaxpr, devices, fixed)
-        if found:
-            _raise_ignored(program.name, found, devices)
-    program.jitted = _to_run(program, jaxpr)
-    program.checked = True
+    with program.tracing():
+        if program.checked:
+            return None
+        jaxpr = program.traced.trace(*values).jaxpr
+        devices, fixed = traced_devices(values, program.mesh)
+        if devices is not None:
+            found = ignored_transfers(jaxpr.jaxpr, devices, fixed)
+            if found:
+                _raise_ignored(program.name, found, devices)
+        program.jitted = _to_run(program)
+        program.checked = True
     specs = ignored_specs(jaxpr.jaxpr, [getattr(x, "sharding", None) for x in values])
     if not specs:
         return None

@@ -13,6 +13,7 @@ from namedshard._errors import MismatchError, message
 from namedshard._mismatch import compare, mismatch_message
 from namedshard._place import place_leaves
 from namedshard._statics import held_values, number_types, static_key
+from namedshard._types import Tracer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class OutputPlacement:
     path: str
     asked: NamedSharding | None
     got: Any
+
+
+def _is_committed(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
 
 
 class _Stage:
@@ -65,7 +70,9 @@ class Compiled(_Stage):
         check_live(program.name, arrays, [n for n, x in enumerate(arrays) if can_be_deleted(x)], call.paths)
         if program.donate:
             check_shared(program.name, arrays, program.donate, call.paths)
-        values = place_leaves(call.paths, arrays, call.moves, program.donate) if call.moves else arrays
+        # Where it was lowered for structs, an array that is committed elsewhere is a mismatch, as in a call.
+        moves = [(n, want) for n, want in call.moves if n in call.reshards or not _is_committed(arrays[n])]
+        values = place_leaves(call.paths, arrays, moves, program.donate) if moves else arrays
         try:
             out = self._stage(*values)
         except (TypeError, ValueError):

@@ -6,6 +6,7 @@ but of another type where a structure holds them: static fields of modules, keys
 
 import dataclasses
 import itertools
+import numbers
 import operator
 import types
 from collections.abc import Hashable, Sequence
@@ -30,9 +31,16 @@ def static_key(x: Any) -> Hashable:
     It is as hashable as the leaf. Two ``nan``s have one key, or they would compile at every call.
     """
     kind = type(x)
-    if kind is float:
-        return kind, x.hex()
-    if kind is complex:
+    if kind in _PLAIN:
+        return kind, x
+    return _number_key(x) if isinstance(x, numbers.Number) else (kind, x, _mark(x))
+
+
+def _number_key(x: Any) -> Hashable:
+    kind = type(x)
+    if isinstance(x, float):
+        return kind, float(x).hex()
+    if isinstance(x, complex):
         return kind, x.real.hex(), x.imag.hex()
     return kind, x
 
@@ -88,14 +96,21 @@ def _mark(x: Any) -> Hashable:
         return kind
     if kind is str or x is None or kind is haliax.Axis or isinstance(x, type):
         return None
-    if isinstance(x, int | float | complex | np.generic):
-        return static_key(x)
+    if isinstance(x, np.generic):
+        return kind, x.tobytes()
+    if isinstance(x, numbers.Number):
+        return _number_key(x)
+    if isinstance(x, slice):
+        return number_types([x.start, x.stop, x.step])
+    if isinstance(x, set | frozenset):
+        return frozenset(map(static_key, cast("set[Any]", x)))
     if isinstance(x, tuple | list):
         return number_types(cast("list[Any]", x))
     if isinstance(x, dict):
         return number_types(list(itertools.chain.from_iterable(cast("dict[Any, Any]", x).items())))
-    if dataclasses.is_dataclass(x):
-        return number_types([getattr(x, field.name, None) for field in dataclasses.fields(x)])
+    if dataclasses.is_dataclass(x) or hasattr(kind, "__attrs_attrs__"):
+        fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else kind.__attrs_attrs__
+        return number_types([getattr(x, field.name, None) for field in fields])
     return None
 
 

@@ -119,6 +119,9 @@ def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
 
 def _expect(leaf: Leaf, planned: LeafPlan | None, explicit: bool, mesh: MeshLike) -> Expectation:
     x = leaf.value
+    if isinstance(x, jax.Ref) or x.dtype == jax.dtypes.float0:
+        # One is changed where it is, the other has no bytes: nothing to move.
+        return _FINE
     spec = None if planned is None else planned.spec
     now = placement_of(x, staging=False)
     want = None if spec is None else NamedSharding(mesh, spec, memory_kind=wanted_memory_kind(now, None))

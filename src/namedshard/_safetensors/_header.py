@@ -154,6 +154,18 @@ def _counts(value: Any) -> tuple[int, ...] | None:
     return None
 
 
+def _elements(shape: Sequence[int]) -> int | None:
+    """How many elements there are, or None for more than 64 bits count: a header may list many huge sizes."""
+    if 0 in shape:
+        return 0
+    count = 1
+    for n in shape:
+        count *= n
+        if count >= 2**63:
+            return None
+    return count
+
+
 def _shown(name: str) -> str:
     """A name for a message: one that would break the line, or command the terminal, is quoted."""
     return name if name.isprintable() else repr(name)
@@ -185,10 +197,11 @@ def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | st
     offsets = _counts(fields["data_offsets"])
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"{_shown(name)}: data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
-    bits = math.prod(shape) * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
+    count = _elements(shape)
     have = offsets[1] - offsets[0]
+    bits = None if count is None else count * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
     if bits != have * 8:
-        need = f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
+        need = f"over {2**63}" if bits is None else f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
         listed = ",".join(map(str, shape[:16])) + (",..." if len(shape) > 16 else "")
         return f"{_shown(name)}: {code}[{listed}] takes {need} bytes, but bytes {offsets[0]} to {offsets[1]} are {have}"
     return TensorInfo(shape, DTYPES[code], file, data_start + offsets[0], data_start + offsets[1])

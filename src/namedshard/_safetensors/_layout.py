@@ -129,6 +129,11 @@ def leaf_bounds(part: Part, box: Bounds) -> Bounds:
     return tuple(out)
 
 
+def volume(box: Bounds) -> int:
+    """Number of elements of a box."""
+    return math.prod(hi - lo for lo, hi in box)
+
+
 def overlap(a: Bounds, b: Bounds) -> Bounds | None:
     """What two boxes share, or None."""
     out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))

@@ -15,7 +15,7 @@ from namedshard._gather import parse_bytes
 from namedshard._mapping import MappingLike, Policy
 from namedshard._mesh import MeshLike
 from namedshard._safetensors._index import find_tensors
-from namedshard._safetensors._layout import Bounds, boxes_in
+from namedshard._safetensors._layout import Bounds, boxes_in, volume
 from namedshard._safetensors._names import Names
 from namedshard._safetensors._progress import Progress, reporting
 from namedshard._safetensors._ranges import Habits, chunks, joined
@@ -32,11 +32,10 @@ def _local_bounds(target: Target) -> list[Bounds]:
     return list(dict.fromkeys(boxes.bounds_of(index or (), target.shape) for index in indices))
 
 
-def _nbytes(target: Target, bounds: Bounds) -> int:
-    size = target.dtype.itemsize
-    for lo, hi in bounds:
-        size *= hi - lo
-    return size
+def _nbytes_read(target: Target, bounds: Bounds) -> int:
+    """The bytes of the file that a shard is made of."""
+    found = ((origin.info.dtype.itemsize, boxes_in(origin.part, bounds)) for origin in target.origins)
+    return sum(itemsize * volume(box) for itemsize, inside in found for box in inside)
 
 
 def _batches(
@@ -47,7 +46,7 @@ def _batches(
     held = 0
     for target in targets:
         for bounds in needed[target.index]:
-            size = _nbytes(target, bounds)
+            size = target.dtype.itemsize * volume(bounds)
             if batch and limit is not None and held + size > limit:
                 yield batch
                 batch, held = [], 0
@@ -114,8 +113,11 @@ def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
 class _Assembly:
     """Shards that are read, until their leaf is complete."""
 
-    def __init__(self, needed: Mapping[int, list[Bounds]]):
-        self.results: dict[int, jax.Array] = {}
+    def __init__(self, targets: Sequence[Target], needed: Mapping[int, list[Bounds]]):
+        # Where no device of this process is in the mesh, an array has no shard here, and is there all the same.
+        self.results: dict[int, jax.Array] = {
+            t.index: moves.from_pieces(t.shape, t.dtype, t.sharding, {}) for t in targets if not needed[t.index]
+        }
         self._needed = needed
         self._pieces: dict[int, dict[Bounds, Any]] = {index: {} for index in needed}
 
@@ -137,8 +139,8 @@ def _load(targets: Sequence[Target], files: Files, budget: int, progress: Progre
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
     staged = not all(moves.in_host_memory(t.sharding) for t in targets)
     needed = {t.index: _local_bounds(t) for t in targets}
-    assembly = _Assembly(needed)
-    total = sum(_nbytes(t, bounds) for t in targets for bounds in needed[t.index])
+    assembly = _Assembly(targets, needed)
+    total = sum(_nbytes_read(t, bounds) for t in targets for bounds in needed[t.index])
     in_flight: list[Any] = []
     with reporting(progress, total, "loading") as tell:
         for wanted in _batches(targets, needed, budget // 4 if staged else None):

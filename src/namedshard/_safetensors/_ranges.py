@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from namedshard._safetensors._layout import Atom, Bounds, Part, flat_offset
+from namedshard._safetensors._layout import Atom, Bounds, Part, flat_offset, volume
 
 WASTE = 0.02
 """Of the bytes read, the part that may be read in vain: once to fill rows, and once to join neighbouring ranges."""
@@ -69,10 +69,6 @@ def _dense(atoms: Sequence[Atom]) -> bool:
     return True
 
 
-def _volume(box: Bounds) -> int:
-    return math.prod(b - a for a, b in box)
-
-
 def _cover(
     atoms: Sequence[Atom], boxes: Sequence[tuple[int, Bounds]], itemsize: int, fill: int
 ) -> list[tuple[Bounds, tuple[int, ...]]]:
@@ -115,7 +111,7 @@ def _neighbours_joined(
 
 def _better_whole(atoms: Sequence[Atom], boxes: Sequence[tuple[Bounds, tuple[int, ...]]], itemsize: int) -> bool:
     total = math.prod(a.extent for a in atoms)
-    if sum(_volume(box) for box, _ in boxes) < total * (1 - WASTE):
+    if sum(volume(box) for box, _ in boxes) < total * (1 - WASTE):
         return False
     return len(boxes) == 1 or min(_run(atoms, box)[0] for box, _ in boxes) * itemsize < SHORT_RUN
 
@@ -136,12 +132,12 @@ def _run(atoms: Sequence[Atom], box: Bounds) -> tuple[int, int]:
 
 def _split(box: Bounds, limit: int) -> Iterator[Bounds]:
     """Boxes of at most ``limit`` elements, cut along the slowest atoms, in the file's order."""
-    if _volume(box) <= max(limit, 1):
+    if volume(box) <= max(limit, 1):
         yield box
         return
     dim = next(i for i, (lo, hi) in enumerate(box) if hi - lo > 1)
     lo, hi = box[dim]
-    row = _volume(box) // (hi - lo)
+    row = volume(box) // (hi - lo)
     step = max(1, limit // row)
     for at in range(lo, hi, step):
         part = (*box[:dim], (at, min(at + step, hi)), *box[dim + 1 :])
@@ -150,9 +146,11 @@ def _split(box: Bounds, limit: int) -> Iterator[Bounds]:
 
 def chunks(part: Part, pieces: Sequence[Bounds], itemsize: int, begin: int, habits: Habits) -> Iterator[Chunk]:
     """What to read of one tensor, which begins at byte ``begin`` of its file, for these pieces of a part."""
+    if not part.size:
+        return
     atoms, numbered = part.atoms, list(enumerate(pieces))
     boxes = _cover(atoms, numbered, itemsize, 0)
-    if sum(_volume(box) // _run(atoms, box)[0] for box, _ in boxes) > habits.max_runs:
+    if sum(volume(box) // _run(atoms, box)[0] for box, _ in boxes) > habits.max_runs:
         boxes = _cover(atoms, numbered, itemsize, habits.row_bytes)
     for whole, wanted in boxes:
         for box in _split(whole, habits.read_bytes // itemsize):

@@ -10,7 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from namedshard._safetensors._layout import Bounds, Part, leaf_view, overlap
+from namedshard._safetensors._layout import Bounds, Part, leaf_view, overlap, volume
 from namedshard._safetensors._ranges import Chunk, Habits, run_offsets
 from namedshard._safetensors._source import Source
 
@@ -50,6 +50,12 @@ class Read:
     start: int
     stop: int
     jobs: Sequence[Job]
+
+    @property
+    def useful(self) -> int:
+        """The bytes of the file that shards are made of: gaps that are read along do not count."""
+        shared = ((job, overlap(box, job.chunk.box)) for job in self.jobs for box, _ in job.pieces)
+        return sum(volume(both) * job.dtype.itemsize for job, both in shared if both is not None)
 
 
 def _within(box: Bounds, outer: Bounds) -> tuple[Any, ...]:
@@ -146,15 +152,15 @@ def _boxed(job: Job, raw: np.ndarray) -> np.ndarray:
     return raw.view(job.dtype).reshape([hi - lo for lo, hi in job.chunk.box])
 
 
-def _run(read: Read, scratch: Scratch) -> int:
-    """Read and deliver; returns the bytes read."""
+def _run(read: Read, scratch: Scratch) -> None:
+    """Read and deliver."""
     if len(read.jobs) > 1:
         raw = scratch.get(read.stop - read.start)
         read.source.read(read.start, memoryview(raw))
         for job in read.jobs:
             at = job.chunk.start - read.start
             _deliver(job, _boxed(job, raw[at : at + job.chunk.nbytes]))
-        return read.stop - read.start
+        return
     job = read.jobs[0]
     chunk = job.chunk
     offsets = run_offsets(job.part, chunk, job.dtype.itemsize)
@@ -162,22 +168,22 @@ def _run(read: Read, scratch: Scratch) -> int:
     if view is not None and not view.flags.c_contiguous:
         for index, offset in zip(np.ndindex(*view.shape[: chunk.outer]), offsets, strict=True):
             read.source.read(offset, _bytes_of(view[index]))
-        return chunk.nbytes
+        return
     raw = scratch.get(chunk.nbytes) if view is None else np.asarray(_bytes_of(view))
     lines = memoryview(raw)
     for i, offset in enumerate(offsets):
         read.source.read(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
     if view is None:
         _deliver(job, _boxed(job, raw))
-    return chunk.nbytes
 
 
 def run(reads: Sequence[Read], threads: int, done: Callable[[int], None]) -> None:
-    """Carry out all reads; ``done`` is told the bytes of each. The first error ends it."""
+    """Carry out all reads; ``done`` is told the useful bytes of each. The first error ends it."""
     scratch = Scratch()
 
     def one(read: Read) -> None:
-        done(_run(read, scratch))
+        _run(read, scratch)
+        done(read.useful)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="namedshard-read") as pool:
         futures = [pool.submit(one, read) for read in reads]

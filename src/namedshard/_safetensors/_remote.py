@@ -1,7 +1,7 @@
 """EFFECTS. Files that fsspec can reach: HTTP, S3, Google Storage, the Hugging Face hub, and what else it has."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from namedshard._errors import CheckpointError, message
@@ -10,6 +10,7 @@ from namedshard._safetensors._ranges import REMOTE
 T = TypeVar("T")
 ATTEMPTS = 5
 FIRST_DELAY_S = 0.1
+_REFUSED = (400, 401, 403, 405)
 _FINAL = (PermissionError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
 
 
@@ -42,12 +43,17 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise CheckpointError(message(f"{url} cannot be opened: {error}")) from error
 
 
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status that a request failed with; fsspec hides it behind errors of its own."""
+    found = getattr(error, "status", None) or getattr(getattr(error, "__cause__", None), "status", None)
+    return found if isinstance(found, int) else None
+
+
 def _absent(error: Exception) -> bool:
     """True if a file is known not to be there; fsspec also says so of an HTTP server that is only out of breath."""
     if not isinstance(error, FileNotFoundError):
         return False
-    status = getattr(error.__cause__, "status", None)
-    return error.__cause__ is None or (status is not None and status not in (408, 429) and status < 500)
+    return error.__cause__ is None or _status(error) in (404, 410)
 
 
 def retrying(call: Callable[[], T], what: str) -> T:
@@ -64,21 +70,17 @@ def retrying(call: Callable[[], T], what: str) -> T:
         except Exception as error:
             if _absent(error):
                 raise FileNotFoundError(what) from error
-            if attempt == ATTEMPTS or isinstance(error, _FINAL):
+            status = _status(error)
+            if attempt == ATTEMPTS or isinstance(error, _FINAL) or status in _REFUSED:
                 tried = f" after {attempt} attempts" if attempt > 1 else ""
-                reason = f"{type(error).__name__}: {error}".rstrip(": ")
-                raise CheckpointError(message(f"{what} cannot be read{tried}: {reason}")) from error
+                answer = f"HTTP status {status}" if status else f"{type(error).__name__}: {error}"
+                raise CheckpointError(message(f"{what} cannot be read{tried}: {answer.rstrip(': ')}")) from error
         time.sleep(delay)
         delay *= 2
     raise AssertionError
 
 
-def exists(url: str) -> bool:
-    """Whether there is a file.
-
-    Raises:
-        CheckpointError: That cannot be found out.
-    """
+def _exists(url: str) -> bool:
     fs, path = filesystem(url)
     try:
         return retrying(lambda: fs.info(path), url)["type"] == "file"
@@ -86,14 +88,38 @@ def exists(url: str) -> bool:
         return False
 
 
-def listing(url: str) -> list[str]:
-    """Names of the files in a directory, if the file system can list it."""
+def _listing(url: str) -> list[str]:
     fs, path = filesystem(url)
     try:
         found = retrying(lambda: fs.ls(path, detail=False), url)
     except (CheckpointError, FileNotFoundError):
         return []
     return sorted({str(name).rstrip("/").rpartition("/")[2] for name in found})
+
+
+def names_in(directory: str, likely: Sequence[str]) -> list[str]:
+    """The first of some likely files that is there, alone; else the names of all, if the file system can list them.
+
+    Not every server lists its files, but each tells whether it has one; a store that may not be listed answers as if a
+    file that is not there were forbidden.
+
+    Raises:
+        CheckpointError: That cannot be found out.
+    """
+    base = directory if directory.endswith("/") else directory + "/"
+    refused: CheckpointError | None = None
+    for name in likely:
+        try:
+            if _exists(base + name):
+                return [name]
+        except CheckpointError as error:
+            if _status(error.__cause__) != 403:
+                raise
+            refused = refused or error
+    names = _listing(directory)
+    if refused is not None and not names:
+        raise refused
+    return names
 
 
 class RemoteFile:
