@@ -1,6 +1,8 @@
 """How often a function is traced and compiled, and what its compiled program says."""
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import haliax as hax
@@ -8,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import E42, M8, M8_REVERSED, M42, ONE_OF_EACH, assert_exactly, bits, counting, mesh, na
 
@@ -218,3 +220,106 @@ def test_constant_outputs_keep_their_types() -> None:
     ]
     assert_exactly(out[5], M42, P("data"))
     assert same(out[2], np.arange(4, dtype=np.float32))
+
+
+def test_the_body_runs_by_itself_where_compilation_is_off_or_a_nan_is_looked_for() -> None:
+    seen: list[bool] = []
+
+    def body(x):
+        seen.append(isinstance(x.array, jax.core.Tracer))
+        return na(jnp.log(x.array - 1) + jnp.zeros((8, 4)), "batch embed")
+
+    with jax.set_mesh(M42):
+        x = ns.shard(na(counting(8, 4), "batch embed"), {"batch": "data"})
+        with jax.disable_jit():
+            for _ in range(2):
+                fn = ns.named_jit(body, {"batch": "data"})
+                seen.clear()
+                assert_exactly(fn(x), M42, P("data"))
+                assert seen[-1] is False
+        with (
+            jax.debug_nans(True),
+            pytest.raises(FloatingPointError, match=r"^invalid value \(nan\) encountered in log"),
+        ):
+            ns.named_jit(body, {"batch": "data"})(x)
+
+
+def test_jax_names_the_users_function_and_arguments() -> None:
+    def step(model, flag):
+        return model["w"] if flag else model["w"] * 2
+
+    line = f"step at {__file__}:{step.__code__.co_firstlineno}"
+    with jax.set_mesh(M42):
+        model = {"w": ns.shard(na(counting(8, 4), "batch embed"), MAPPING)}
+        for fn in (ns.named_jit(step, MAPPING), ns.named_jit(functools.partial(step), MAPPING)):
+            with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+                fn(model, jnp.float32(1))
+            assert f"tracing the function {line} for jit" in str(caught.value)
+            assert "depends on the value of the argument flag" in str(caught.value)
+        text = ns.named_jit(lambda model: model["w"] * 2, MAPPING).lower(model).as_text(debug_info=True)
+    assert "loc(\"model['w']\")" in text
+
+
+def test_threads_that_trace_functions_which_call_each_other_do_not_wait_for_each_other() -> None:
+    barrier = threading.Barrier(2, timeout=60)
+    first = threading.local()
+
+    def body(other: Callable[[], Any]) -> Callable[[Any], Any]:
+        def run(x):
+            if not getattr(first, "done", False):
+                first.done = True
+                barrier.wait()
+                return other()(x) + 1
+            return x + 1
+
+        return run
+
+    fns: dict[str, Any] = {}
+    fns["f"] = ns.named_jit(body(lambda: fns["g"]))
+    fns["g"] = ns.named_jit(body(lambda: fns["f"]))
+    out: dict[str, Any] = {}
+
+    def work(name: str) -> None:
+        out[name] = fns[name](jnp.float32(1))
+
+    threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in fns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {name: float(x) for name, x in out.items()} == {"f": 3.0, "g": 3.0}
+
+
+def test_results_in_host_memory_on_mixed_meshes() -> None:
+    where = mesh((4, 2), "data model", (AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(where):
+        x = na(
+            jax.device_put(counting(8, 4), NamedSharding(where, P("data"), memory_kind="pinned_host")), "batch embed"
+        )
+        for mapping in ({"batch": "data"}, {}, {"batch": "data", "embed": "model"}):
+            out = ns.named_jit(lambda x: x, mapping)(x)
+            spec = P(*(mapping.get(name) for name in ("batch", "embed")))
+            assert out.array.sharding.is_equivalent_to(NamedSharding(where, spec, memory_kind="pinned_host"), 2)
+            assert same(out, counting(8, 4))
+        with pytest.raises(ns.OffloadError) as caught:
+            ns.named_jit(lambda x: x)(x.array)
+    assert str(caught.value) == (
+        "<lambda>: 1 of 1 leaf traced into host memory would come out of the compiled program elsewhere\n"
+        "  the result: in 'device', wanted in 'pinned_host'\n"
+        "  fix: name their axes in a mapping: on a mesh of Explicit and Auto axes, JAX forgets the memory of results"
+        " that no Auto axis splits"
+    )
+
+
+def test_references_and_arrays_without_bytes_pass_as_they_are() -> None:
+    @ns.named_jit
+    def step(total, tangent, x):
+        total[...] = total[...] + x
+        return x * 2
+
+    tangent = np.zeros(8, jax.dtypes.float0)
+    with jax.set_mesh(M8):
+        total = jax.new_ref(jax.device_put(jnp.zeros(8), NamedSharding(M8, P("data"))))
+        for _ in range(2):
+            assert same(step(total, tangent, jnp.ones(8)), np.full(8, 2, np.float32))
+        assert same(total[...], np.full(8, 2, np.float32))

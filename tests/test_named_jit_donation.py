@@ -199,6 +199,40 @@ def test_an_argument_that_cannot_become_an_output() -> None:
         assert float(ns.named_jit(lambda x: x.sum(), donate_args=(True,))(put("data", shape=(24, 2)))) == 47 * 24
 
 
+def test_names_are_found_however_the_argument_is_passed() -> None:
+    fn = ns.named_jit(lambda state, batch, *, more=None: state + batch, donate_kwargs={"state": True, "more": True})
+    state, batch = put("data"), put("data")
+    fn(state, batch)
+    assert (state.is_deleted(), batch.is_deleted()) == (True, False)
+    state = put("data")
+    fn(batch=batch, state=state)
+    assert (state.is_deleted(), batch.is_deleted()) == (True, False)
+    both = ns.named_jit(lambda a, b: (a + 1, b + 1), donate_args=(False, True), donate_kwargs={"a": True})
+    a, b = put("data"), put("data")
+    both(a, b)
+    assert (a.is_deleted(), b.is_deleted()) == (True, True)
+
+
+def test_names_that_are_no_arguments() -> None:
+    x = put("data")
+    fn = ns.named_jit(lambda state, batch: state + batch, donate_kwargs={"stat": True})
+    assert told(fn, state=x, batch=x) == text(
+        "<lambda>: donate_kwargs names an argument that the function does not have",
+        "'stat' (did you mean 'state'?)",
+        "fix: the arguments with names are state, batch",
+    )
+    fn = ns.named_jit(lambda *xs: xs, donate_kwargs={"a": True, "b": True})
+    assert told(fn, x) == text(
+        "<lambda>: donate_kwargs names arguments that the function does not have",
+        "'a'",
+        "'b'",
+        "fix: the arguments with names are none",
+    )
+    anything = ns.named_jit(lambda **named: named["z"] + 1, donate_kwargs={"z": True})
+    anything(z=x)
+    assert x.is_deleted()
+
+
 def test_specs_that_do_not_fit_the_call() -> None:
     def step(x, y):
         return x

@@ -166,6 +166,22 @@ def test_statics_are_keyed_with_their_type() -> None:
             got = fn(x, value)
         assert got.dtype == (x * value).dtype, repr(value)
         assert same(got, x * value)
+    # Equal values of other types inside a static argument are told apart just so.
+    inside = ns.named_jit(lambda a, s: a * first_in(s))
+    kinds: tuple[Callable[[Any], Any], ...] = (
+        Config,
+        lambda v: frozenset([v]),
+        lambda v: slice(v),
+        lambda v: Config((v,)),
+        lambda v: Config(frozenset([v])),
+        lambda v: Config(np.float32(v) if isinstance(v, float) else np.int8(v)),
+    )
+    for make in kinds:
+        for value in (1, 1.0, 1):
+            assert inside(x, make(value)).dtype == (x * first_in(make(value))).dtype, make(value)
+        signs = [math.copysign(1, float(inside(jnp.float32(1), make(s)))) for s in (0.0, -0.0)]
+        assert signs == [1, -1], make(1)
+    assert inside.report().traces == 4 * len(kinds)
     zero = ns.named_jit(lambda x, s: x * s)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -179,6 +195,15 @@ def test_statics_are_keyed_with_their_type() -> None:
 class Config:
     scale: Any
     more: tuple[Any, ...] = ()
+
+
+def first_in(value: Any) -> Any:
+    while not isinstance(value, int | float | np.generic):
+        if isinstance(value, Config):
+            value = value.scale
+        else:
+            value = value.stop if isinstance(value, slice) else next(iter(value))
+    return value
 
 
 class Scaled(eqx.Module):

@@ -191,6 +191,27 @@ def test_a_compiled_function_refuses_other_arguments() -> None:
         assert told(ns.DonationError, giving, x, x).splitlines()[1] == "  x and y are one array"
 
 
+@pytest.mark.parametrize("lowered_for", ["struct", "uncommitted"])
+def test_what_was_lowered_without_a_place_moves_no_committed_array(lowered_for: str) -> None:
+    struct = na(jax.ShapeDtypeStruct((8, 4), np.float32), "batch embed")
+    uncommitted = jnp.asarray(counting(8, 4))
+    step = ns.named_jit(lambda w: w * 2, {"batch": "data"})
+    with jax.set_mesh(M42):
+        compiled = step.lower(struct if lowered_for == "struct" else na(uncommitted, "batch embed")).compile()
+        for fine in (counting(8, 4), uncommitted, put(counting(8, 4), M42, "data")):
+            assert bits(compiled(na(fine, "batch embed")).array) == bits(counting(8, 4) * 2)
+        for where, spec, said in (
+            (M42, (), "[spec] spec P(), but expected P('data', None)"),
+            (mesh((2, 4), "data model"), ("data",), "[axis sizes] mesh axes ('data'=2, 'model'=4)"),
+        ):
+            elsewhere = na(put(counting(8, 4), where, *spec), "batch embed")
+            lines = told(ns.MismatchError, compiled, elsewhere).splitlines()
+            assert lines[0] == "<lambda>: 1 of 1 argument leaf is not placed as the call needs"
+            assert lines[1].startswith(f"  w: {said}")
+            assert lines[2].startswith("  fix: place them as they were when it was lowered")
+    assert step.report().bytes_moved == 0
+
+
 def test_explicit_meshes_by_structs() -> None:
     step = ns.named_jit(lambda x: x * 2, MAPPING)
     with jax.set_mesh(E42):

@@ -396,6 +396,12 @@ def _raise_ignored(name: str, found: Sequence[Transfer], devices: Sequence[Devic
     )
 
 
+_MIXED_FIX = (
+    "name their axes in a mapping: on a mesh of Explicit and Auto axes, JAX forgets the memory of results that no Auto"
+    " axis splits"
+)
+
+
 def check_host_outputs(program: Program, values: Sequence[Any]) -> None:
     """Results that were traced into host memory come out of the compiled program there; otherwise it does not run."""
     meant = [(n, o) for n, o in enumerate(program.outputs) if o.memory_kind != "device" and not compat.is_key_array(o)]
@@ -407,11 +413,13 @@ def check_host_outputs(program: Program, values: Sequence[Any]) -> None:
     ends = [(o, got[n].memory_kind if told else "device") for n, o in meant]
     wrong = [(o, kind) for o, kind in ends if kind != o.memory_kind]
     if wrong:
+        types = () if program.mesh is None else program.mesh.axis_types
+        mixed = AxisType.Explicit in types and AxisType.Auto in types
         raise OffloadError(
             message(
                 f"{program.name}: {count_of(len(wrong), len(program.outputs))} traced into host memory would come out"
                 " of the compiled program elsewhere",
                 [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in wrong],
-                fix="use a newer jaxlib, or do not offload on this backend",
+                fix=_MIXED_FIX if mixed else "use a newer jaxlib, or do not offload on this backend",
             )
         )
