@@ -33,6 +33,9 @@ def static_key(x: Any) -> Hashable:
     kind = type(x)
     if kind in _PLAIN:
         return kind, x
+    if kind is slice:
+        # Hashable by itself from Python 3.12 on.
+        return kind, static_key(x.start), static_key(x.stop), static_key(x.step)
     return _number_key(x) if isinstance(x, numbers.Number) else (kind, x, _mark(x))
 
 
