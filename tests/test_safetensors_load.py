@@ -1,6 +1,7 @@
 """Loading: right values in the right place from every layout onto every mesh, and as few bytes as that takes."""
 
 import importlib.util
+import inspect
 import io
 import math
 import os
@@ -40,6 +41,7 @@ from support import (
 import namedshard as ns
 from namedshard import _moves
 from namedshard._safetensors._ranges import LOCAL
+from namedshard._safetensors._targets import targets_of
 
 MESHES = {
     "auto": M42,
@@ -304,6 +306,52 @@ def test_progress_is_told_of_every_byte_and_silent_off_terminals(tmp_path, capfd
     for progress in (None, True, False):
         ns.load_safetensors(path, {"x": struct(8, 16), "y": struct(8, 16)}, progress=progress)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("where", [None, M8, M42])
+def test_progress_counts_the_files_bytes_whatever_becomes_of_them(tmp_path, where):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE, "gap": VALUE, "z": np.ones(8, np.float16)})
+    for dtype in (np.float32, "bfloat16"):
+        told: list[tuple[int, int]] = []
+        like = {"x": struct(8, 16, dtype=dtype), "y": struct(8, 16, dtype=dtype), "z": struct(8, dtype=np.float32)}
+        ns.load_safetensors(
+            path, like, mesh=where, unexpected="ignore", progress=lambda a, b, told=told: told.append((a, b))
+        )
+        assert told[-1] == (1040, 1040)
+        assert {total for _, total in told} == {1040}
+
+
+def test_empty_arrays_of_every_shape_come_back(tmp_path):
+    empty = {
+        f"x{n}": np.zeros(shape, np.float32) for n, shape in enumerate([(0,), (4, 0), (3, 0, 2), (2, 3, 0), (0, 4)])
+    }
+    ns.save_safetensors(empty, tmp_path / "x.safetensors", progress=False)
+    for where in (None, M8):
+        tree = ns.load_safetensors(tmp_path / "x.safetensors", structs(empty), mesh=where)
+        assert {name: x.shape for name, x in tree.items()} == {name: x.shape for name, x in empty.items()}
+
+
+def test_options_that_do_not_exist(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE})
+    fine = dict.fromkeys(("path", "mapping", "mesh", "names", "dtype", "memory_kind", "indivisible"))
+    fine |= {"missing": "error", "unexpected": "warn", "narrow": "error"}
+    for option, said in {
+        "missing": "missing='eror': use 'error' or 'keep'",
+        "unexpected": "unexpected='eror': use 'error', 'warn' or 'ignore'",
+        "narrow": "narrow='eror': use 'error' or 'fit'",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            # Here types are checked as well, which come first.
+            inspect.unwrap(targets_of)({"x": struct(8, 16)}, {}, **fine | {option: "eror"})
+        assert str(error.value) == said
+    with nothing_moved(), pytest.raises(ns.CheckpointError) as error:
+        ns.load_safetensors(path, {"layer": {"x": struct(8, 16)}}, dtype={"['layer']['y']": np.float32, "b": np.int8})
+    assert str(error.value) == (
+        "dtype= names 2 leaves that the tree does not have\n"
+        "  ['layer']['y'] (did you mean \"['layer']['x']\"?)\n"
+        "  b\n"
+        "  fix: use the leaf paths that ns.explain(tree) prints"
+    )
 
 
 def test_a_bar_is_shown_on_a_terminal(tmp_path, monkeypatch):

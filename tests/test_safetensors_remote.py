@@ -186,10 +186,35 @@ def test_a_server_that_stays_in_trouble_is_an_error_that_says_so(server):
     with nothing_moved(), pytest.raises(ns.CheckpointError) as error:
         ns.load_safetensors(server.url, structs({"t00": TENSORS["t00"]}), unexpected="ignore")
     start, stop = found["t00"].start, found["t00"].stop
-    assert str(error.value).startswith(
+    assert str(error.value) == (
         f"{server.url}/model-00001-of-00002.safetensors (bytes {start} to {stop}) cannot be read after 5 attempts:"
-        " ClientResponseError: 500"
+        " HTTP status 500"
     )
+
+
+def test_a_server_that_refuses_is_an_error_and_a_store_that_cannot_be_listed_is_none(server):
+    def forbidden(handler: Any, number: int) -> bool:
+        handler.reply(403, b"", True)
+        return True
+
+    server.trouble = forbidden
+    for url in (server.url + "/", server.url + "/model-00001-of-00002.safetensors"):
+        with pytest.raises(ns.CheckpointError) as error:
+            ns.read_header(url)
+        first = url if url.endswith(".safetensors") else url + "model.safetensors.index.json"
+        assert str(error.value) == f"{first} cannot be read: HTTP status 403"
+
+    def forbidden_where_there_is_nothing(handler: Any, number: int) -> bool:
+        name = handler.path.lstrip("/")
+        if not name or not (server.directory / name).exists():
+            handler.reply(403, b"", True)
+            return True
+        return False
+
+    write(server.directory / "model.safetensors", TENSORS)
+    os.unlink(server.directory / "model.safetensors.index.json")
+    server.trouble = forbidden_where_there_is_nothing
+    loads(server.url)
 
 
 def test_a_server_without_ranges_and_missing_files_are_errors(server):

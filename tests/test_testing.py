@@ -46,7 +46,14 @@ def test_assert_placed() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_placed(na(np.zeros(8), "a"), MAPPING, M42)
     assert str(caught.value) == (
-        "1 of 1 leaf not where the mapping wants it\n  : not an array on a device, but ndarray"
+        "1 of 1 leaf not where the mapping wants it\n  (root): not an array on a device, but ndarray"
+    )
+    other_order = virtual_mesh((4, 2), ("data", "model"), order=[4, 5, 6, 7, 0, 1, 2, 3])
+    with pytest.raises(AssertionError) as caught:
+        assert_placed(ns.shard(na(np.zeros(8), "a"), MAPPING, other_order), MAPPING, M42)
+    assert str(caught.value) == (
+        "1 of 1 leaf not where the mapping wants it\n  (root): P('data',) on devices [4, 5, 6, 7, 0, 1, 2, 3],"
+        " wanted P('data',) on devices [0, 1, 2, 3, 4, 5, 6, 7]"
     )
 
 
@@ -65,6 +72,11 @@ def test_assert_equal_bits() -> None:
         "  ['b']: float32[2], expected float32[3]\n"
         "  ['c']: 1, expected 1.0"
     )
+    key = jax.random.key(0)
+    assert_equal_bits({"a": key}, {"a": jax.random.key(0)})
+    with pytest.raises(AssertionError) as caught:
+        assert_equal_bits({"a": key}, {"a": jax.random.key_data(key)})
+    assert str(caught.value) == "1 of 1 leaf different\n  ['a']: key<fry>[2], expected uint32[2]"
     with pytest.raises(AssertionError) as caught:
         assert_equal_bits([1], (1,))
     assert str(caught.value) == ("the trees have different structures\n  PyTreeDef([*])\n  PyTreeDef((*,))")

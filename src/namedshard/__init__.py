@@ -1,5 +1,6 @@
 """Axis names to placements: shard, compile and load JAX models with named axes."""
 
+from namedshard import testing as testing
 from namedshard._best_effort import best_effort_sharding as best_effort_sharding
 from namedshard._calls import Report as Report
 from namedshard._errors import AmbiguousMeshError as AmbiguousMeshError
@@ -132,6 +133,7 @@ __all__ = [
     "save_safetensors",
     "shard",
     "sharding_for",
+    "testing",
     "to_host",
     "with_mapping",
 ]

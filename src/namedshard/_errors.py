@@ -8,6 +8,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_LISTED = 50
 
@@ -150,6 +151,13 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     """``" (did you mean 'model'?)"`` when something close is known, else an empty string."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise `ValueError` if an option has a value that it cannot have."""
+    if value not in allowed:
+        *most, last = map(repr, allowed)
+        raise ValueError(f"{name}={value!r}: use {', '.join(most)} or {last}")
 
 
 def human_bytes(n: int) -> str:

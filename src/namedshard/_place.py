@@ -31,7 +31,7 @@ from namedshard._mapping import AxisMapping, MappingLike, Policy, resolve_mappin
 from namedshard._mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
 from namedshard._plan import Plan, plan_leaves, with_policy
 from namedshard._route import Placement, Route, placement_of, route_for, same_place, wanted_memory_kind
-from namedshard._types import PyTreeDef, Tracer
+from namedshard._types import Device, PyTreeDef, Tracer
 
 
 class _Entry:
@@ -299,7 +299,11 @@ def _check_deleted(work: Sequence[moves.Move], total: int) -> None:
 
 def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
     """Raise `MemoryKindError` if this process's devices of a mesh lack a memory kind."""
-    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    check_memory_of([d for d in mesh.devices.flat if d.process_index == jax.process_index()], memory_kind)
+
+
+def check_memory_of(local: Sequence[Device], memory_kind: str) -> None:
+    """The same for devices of one kind that belong to this process."""
     for device in local[:1]:
         kinds = sorted(m.kind for m in device.addressable_memories())
         if memory_kind not in kinds:

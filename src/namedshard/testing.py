@@ -9,10 +9,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, Sharding
 from jaxtyping import PyTree
 
-from namedshard._errors import count_of, message
+from namedshard._errors import at, count_of, message
 from namedshard._gather import to_host
 from namedshard._leaves import is_array_like, named_leaves
 from namedshard._mapping import MappingLike
@@ -111,15 +111,22 @@ def assert_placed(
         x, want = leaf.value, planned.sharding_of(leaf_plan)
         have = getattr(x, "sharding", None)
         if have is None or want is None:
-            lines.append(f"{leaf.path}: not an array on a device, but {type(x).__name__}")
+            lines.append(f"{at(leaf.path)}: not an array on a device, but {type(x).__name__}")
             continue
         kind = memory_kind or have.memory_kind
         if have.memory_kind != kind:
-            lines.append(f"{leaf.path}: in {have.memory_kind!r}, wanted in {kind!r}")
+            lines.append(f"{at(leaf.path)}: in {have.memory_kind!r}, wanted in {kind!r}")
         elif not have.is_equivalent_to(want.with_memory_kind(kind), len(x.shape)):
-            lines.append(f"{leaf.path}: {getattr(have, 'spec', have)}, wanted {want.spec}")
+            # Without its devices, a spec on another mesh reads as the one that is wanted.
+            here, there = (f" on devices {_order(s)}" if _order(have) != _order(want) else "" for s in (have, want))
+            lines.append(f"{at(leaf.path)}: {getattr(have, 'spec', have)}{here}, wanted {want.spec}{there}")
     if lines:
         raise AssertionError(message(f"{count_of(len(lines), len(named))} not where the mapping wants it", lines))
+
+
+def _order(sharding: Sharding) -> list[int]:
+    mesh = getattr(sharding, "mesh", None)
+    return [d.id for d in (mesh.devices.flat if isinstance(mesh, Mesh) else sharding.device_set)]
 
 
 def assert_equal_bits(actual: PyTree, expected: PyTree) -> None:
@@ -140,19 +147,20 @@ def assert_equal_bits(actual: PyTree, expected: PyTree) -> None:
     structures = [jax.tree_util.tree_structure(t) for t in (actual, expected)]
     if structures[0] != structures[1]:
         raise AssertionError(message("the trees have different structures", [str(s) for s in structures]))
+    types = [[getattr(leaf.value, "dtype", None) for leaf in named_leaves(tree)] for tree in (actual, expected)]
     left, right = named_leaves(to_host(actual)), named_leaves(to_host(expected))
     lines: list[str] = []
-    for a, b in zip(left, right, strict=True):
+    for a, b, was, should in zip(left, right, *types, strict=True):
         if not is_array_like(a.value) or not is_array_like(b.value):
             if type(a.value) is not type(b.value) or a.value != b.value:
-                lines.append(f"{a.path}: {a.value!r}, expected {b.value!r}")
+                lines.append(f"{at(a.path)}: {a.value!r}, expected {b.value!r}")
             continue
         x, y = np.asarray(a.value), np.asarray(b.value)
-        if (x.dtype, x.shape) != (y.dtype, y.shape):
-            lines.append(f"{a.path}: {x.dtype}{list(x.shape)}, expected {y.dtype}{list(y.shape)}")
+        if (was, x.shape) != (should, y.shape):
+            lines.append(f"{at(a.path)}: {was}{list(x.shape)}, expected {should}{list(y.shape)}")
         elif x.tobytes() != y.tobytes():
             count = int(np.sum(np.any(_bytes_of(x) != _bytes_of(y), axis=-1)))
-            lines.append(f"{a.path}: {count} of {x.size} elements differ")
+            lines.append(f"{at(a.path)}: {count} of {x.size} elements differ")
     if lines:
         raise AssertionError(message(f"{count_of(len(lines), len(left))} different", lines))
 

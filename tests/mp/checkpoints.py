@@ -94,6 +94,20 @@ def case_each_process_reads_its_share() -> list[float]:
     return parts
 
 
+def case_a_process_without_a_device_of_the_mesh_gets_arrays_without_shards() -> None:
+    path = given("elsewhere.safetensors", {"x": VALUE, "empty": np.zeros((0, 8), np.float32)})
+    for owner in range(COUNT):
+        where = mesh((len(own(owner)),), "x", devices=own(owner))
+        for leaf in (jax.ShapeDtypeStruct(VALUE.shape, np.float32), np.zeros_like(VALUE)):
+            like = {"x": named(leaf, "a b"), "empty": jax.ShapeDtypeStruct((0, 8), np.float32)}
+            tree, count = load(path, like, mapping={"a": "x"} if len(own(owner)) == 4 else {}, mesh=where)
+            spec = P("x" if len(own(owner)) == 4 else None)
+            check(tree["x"].array, VALUE, where, spec)
+            assert len(tree["x"].array.addressable_shards) == (len(own(owner)) if owner == ME else 0)
+            assert (count > 0) == (owner == ME)
+            assert tree["empty"].shape == (0, 8)
+
+
 def case_half_the_bytes_each_when_split_by_columns() -> float:
     path = given("columns.safetensors", {"x": VALUE})
     _, count = load(

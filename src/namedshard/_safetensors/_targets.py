@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from jaxtyping import PyTree
 
 from namedshard._best_effort import best_effort_spec
 from namedshard._errors import (
+    CheckpointError,
     MissingTensorError,
     NarrowingError,
     NoMeshError,
     at,
+    check_one_of,
     count_of,
     did_you_mean,
     message,
@@ -24,7 +26,7 @@ from namedshard._errors import (
 from namedshard._leaves import Leaf, is_array_like, named_leaves
 from namedshard._mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
 from namedshard._mesh import MeshLike, describe, resolve_mesh
-from namedshard._place import check_memory_kind
+from namedshard._place import check_memory_kind, check_memory_of
 from namedshard._plan import plan_leaves, with_policy
 from namedshard._safetensors._header import CODES, PACKED_BITS, TensorInfo
 from namedshard._safetensors._layout import Part, covered
@@ -110,13 +112,17 @@ def _unplanned(value: Any, mesh: Mesh | None, memory_kind: str | None) -> Shardi
     # Under a mesh, JAX itself makes arrays replicated; only of an abstract leaf is the sharding somebody's choice.
     chosen = isinstance(value, jax.ShapeDtypeStruct) or (mesh is None and getattr(value, "committed", False))
     if chosen and isinstance(own, Sharding) and not isinstance(getattr(own, "mesh", None), AbstractMesh):
-        return own if memory_kind is None else own.with_memory_kind(memory_kind)
+        if memory_kind is None:
+            return own
+        check_memory_of(sorted(own.addressable_devices, key=lambda d: d.id), memory_kind)
+        return own.with_memory_kind(memory_kind)
     if mesh is not None:
         return NamedSharding(mesh, best_effort_spec(tuple(value.shape), mesh), memory_kind=memory_kind)
     if memory_kind is None:
         return None
     device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     local = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+    check_memory_of([local], memory_kind)
     return SingleDeviceSharding(local, memory_kind=memory_kind)
 
 
@@ -137,6 +143,18 @@ def _asked(dtypes: DTypes, path: str, have: np.dtype[Any]) -> tuple[Any, bool]:
         return dtypes(path, have), True
     one: Any = dtypes
     return np.dtype(one), False
+
+
+def _check_paths(dtypes: DTypes, paths: Sequence[str]) -> None:
+    unknown = [path for path in dtypes if path not in paths] if isinstance(dtypes, Mapping) else []
+    if unknown:
+        raise CheckpointError(
+            message(
+                f"dtype= names {len(unknown)} {'leaf' if len(unknown) == 1 else 'leaves'} that the tree does not have",
+                [f"{at(path)}{did_you_mean(path, paths)}" for path in unknown],
+                fix="use the leaf paths that ns.explain(tree) prints",
+            )
+        )
 
 
 def asked_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[Any] | None:
@@ -224,6 +242,10 @@ def targets_of(
     leaves = named_leaves(like)
     treedef = jax.tree_util.tree_structure(like)
     wanted = [leaf for leaf in leaves if is_array_like(leaf.value)]
+    check_one_of("missing", missing, get_args(Missing))
+    check_one_of("unexpected", unexpected, get_args(Unexpected))
+    check_one_of("narrow", narrow, get_args(Narrow))
+    _check_paths(dtype, [leaf.path for leaf in wanted])
     shardings = shardings_of(leaves, treedef, mapping, mesh, memory_kind, indivisible)
     tensors = tensors_of(like, names)
     used = {tensor.name for tensor in tensors}
