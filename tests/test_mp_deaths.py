@@ -4,7 +4,7 @@ import multiprocess
 import pytest
 
 
-@pytest.mark.parametrize("case", ["during_a_move", "during_a_gather", "before_a_call"])
+@pytest.mark.parametrize("case", ["during_a_move", "during_a_gather", "during_a_save", "before_a_call"])
 def test_one_process(case: str) -> None:
     job = multiprocess.run("deaths", [2, 2, 2], dying=[2], only=case)
     assert job.exits == [0, 0, -9]
@@ -12,7 +12,8 @@ def test_one_process(case: str) -> None:
 
 
 def test_a_process_that_fails_and_lives() -> None:
-    multiprocess.run("deaths", [2, 2, 2], only="a_failure")
+    multiprocess.run("deaths", [2, 2, 2], only="case_a_failure_in_a_move")
+    multiprocess.run("deaths", [2, 2, 2], only="case_a_failure_while_saving")
 
 
 def test_the_first_process() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors
 from checkpoints import EVERY_DTYPE, arrays, model, raw, write
+from haliax.state_dict import ModuleWithStateDictSerialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
@@ -170,6 +171,65 @@ def test_names_and_dtypes_can_be_given(tmp_path):
     assert stored(tmp_path) == {"i": bytes([0, 1, 2])}
 
 
+NUMBERS = [
+    (np.float32, [300, np.nan, 1e10], np.int8, "float32 value nan does not fit int8\n  fix: pass a floating dtype="),
+    (
+        np.float64,
+        [0.5, -np.inf],
+        np.int64,
+        "float64 values from -inf to 0.5 do not fit int64\n  fix: pass a floating dtype=",
+    ),
+    (np.float32, [1, 128], np.int8, "float32 values from 1.0 to 128.0 do not fit int8\n  fix: pass a wider dtype="),
+    (np.float32, [2**31], np.int32, "float32 value 2147483648.0 does not fit int32\n  fix: pass a wider dtype="),
+    (ml_dtypes.bfloat16, [np.nan], np.uint8, "bfloat16 value nan does not fit uint8\n  fix: pass a floating dtype="),
+    (ml_dtypes.float8_e5m2, [-1], np.uint8, "float8_e5m2 value -1.0 does not fit uint8\n  fix: pass a wider dtype="),
+    (
+        np.uint64,
+        [2**64 - 1],
+        np.int64,
+        "uint64 value 18446744073709551615 does not fit int64\n  fix: pass a wider dtype=",
+    ),
+    (np.float32, [127, -128, 1.5], np.int8, ""),
+    (np.float64, [2**53], np.int64, ""),
+    (np.bool_, [True, False], np.int8, ""),
+    (np.float32, [], np.int8, ""),
+    # Rounding is what was asked for.
+    (np.float64, [1e300, np.nan, 0.1], np.float32, ""),
+    (np.int32, [2**31 - 1], np.float16, ""),
+]
+
+
+@pytest.mark.parametrize(("have", "values", "wanted", "why"), NUMBERS)
+def test_numbers_that_an_integer_type_cannot_hold_are_not_stored_as_others(tmp_path, have, values, wanted, why):
+    x = np.array(values, have)
+    if why:
+        with pytest.raises(ns.NarrowingError) as error:
+            ns.save_safetensors({"x": x}, tmp_path, dtype={"['x']": wanted})
+        assert str(error.value) == f"tensor 'x': {why}"
+        assert names_in(tmp_path) == []
+    else:
+        ns.save_safetensors({"x": x}, tmp_path, dtype={"['x']": wanted})
+        with np.errstate(over="ignore", invalid="ignore"):
+            assert stored(tmp_path) == {"x": bits(x.astype(wanted))}
+
+
+def test_a_scaled_tensor_is_checked_as_it_is_stored(tmp_path):
+    class Doubling(ModuleWithStateDictSerialization):
+        w: jax.Array
+
+        def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
+            return {f"{prefix}.w": self.w * 2}
+
+    tree = {"m": Doubling(jnp.asarray([1, 100], jnp.int8))}
+    with pytest.raises(ns.NarrowingError) as error:
+        ns.save_safetensors(tree, tmp_path)
+    assert str(error.value) == (
+        "tensor 'm.w': float64 values from 2.0 to 200.0 do not fit int8\n  fix: pass a wider dtype="
+    )
+    ns.save_safetensors(tree, tmp_path, dtype=np.int16)
+    assert stored(tmp_path) == {"m.w": bits(np.array([2, 200], np.int16))}
+
+
 def test_all_that_cannot_be_saved_is_listed_before_anything_is_written(tmp_path):
     gone = jnp.ones(2)
     gone.delete()
@@ -209,6 +269,9 @@ def test_all_that_cannot_be_saved_is_listed_before_anything_is_written(tmp_path)
         ns.save_safetensors({"a": None, "b": "text"}, tmp_path / "x")
     with pytest.raises(ns.CheckpointError, match="is traced: it has no values yet"):
         jax.jit(lambda x: ns.save_safetensors({"x": x}, tmp_path / "x"))(jnp.ones(2))
+    with pytest.raises(ValueError) as wrong:
+        _save.owners_of("mian", 2)
+    assert str(wrong.value) == 'writer must be "all" or "main", not \'mian\''
     with pytest.raises(ns.CheckpointError) as error:
         _save.checked_metadata({"n": 1, 2: "x"})
     assert str(error.value) == (
@@ -286,8 +349,8 @@ def test_leftovers_of_a_crash_go_and_files_that_are_being_written_stay(tmp_path)
     assert not remaining & set(left)
     assert set(others) <= remaining
     assert sum(bool(re.fullmatch(r"\.model\.safetensors\.[0-9a-f]{12}\.partial", n)) for n in remaining) == 1
-    living.discard()
-    living.discard()
+    living.close()
+    living.close()
     assert value_in(tmp_path) == 1
 
 

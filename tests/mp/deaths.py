@@ -1,5 +1,6 @@
 """One process is killed in the middle of something; the others end with an error in bounded time."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from multiprocess import die
 
 import namedshard as ns
+from mp.checkpoints import folder
 from mp.moves import PLACES
 from mp.tools import COUNT, ME, equal, message_of, named, put, together, values
 from namedshard import _collective as collective
@@ -49,7 +51,9 @@ def ends(call: Any) -> None:
     equal(time.monotonic() - started < 40, True)
     equal(lines[0], "the exchange of arrays between processes broke off: a process died, or failed, or the network did")
     noticed = lines[1].removeprefix("  ").removeprefix(f"process {1 - ME}: ")
-    equal(noticed.startswith("JaxRuntimeError: UNKNOWN: Gloo collective permute failed"), True)
+    kind, _, what = noticed.partition(": ")
+    equal(kind in ("JaxRuntimeError", "ValueError"), True)
+    equal(what.startswith("UNKNOWN: Gloo collective permute failed"), True)
     equal(lines[2:], ["  fix: look for the first error among all processes, and start the job again"])
 
 
@@ -68,6 +72,13 @@ def case_during_a_gather() -> None:
     ends(lambda: ns.to_host(tree, process=0, budget="200KB"))
 
 
+def case_during_a_save() -> None:
+    tree, path = big(), folder() / "model.safetensors"
+    at_step(3, die)
+    ends(lambda: ns.save_safetensors(tree, path, budget="200KB"))
+    equal([n for n in os.listdir(folder()) if n.endswith((".partial", ".safetensors"))], [])
+
+
 def case_before_a_call() -> None:
     """The others wait for it no longer than they would for one that is late."""
     tree = big()
@@ -79,7 +90,7 @@ def case_before_a_call() -> None:
     equal(said.splitlines()[0], f"to_host: process {VICTIM} did not make this call within 2 s")
 
 
-def case_a_failure() -> None:
+def case_a_failure_in_a_move() -> None:
     """A process that lives, but does not go on."""
 
     def fail() -> None:
@@ -99,4 +110,30 @@ def case_a_failure() -> None:
             "  fix: look for the first error among all processes, and start the job again",
         )
     # Its connection stays until it ends.
+    together()
+
+
+def case_a_failure_while_saving() -> None:
+    def fail() -> None:
+        raise MemoryError("no more of it")
+
+    tree, path = big(), folder() / "model.safetensors"
+    ns.save_safetensors({"x": values(np.float32)}, path)
+    together()
+    before = path.read_bytes()
+    at_step(3, fail)
+    if ME == VICTIM:
+        equal(message_of(MemoryError, lambda: ns.save_safetensors(tree, path, budget="200KB")), "no more of it")
+    else:
+        said = message_of(ns.ExchangeError, lambda: ns.save_safetensors(tree, path, budget="200KB"))
+        equal(
+            said,
+            "the exchange of arrays between processes broke off: a process died, or failed, or the network did\n"
+            f"  process {VICTIM}: MemoryError: no more of it\n"
+            "  fix: look for the first error among all processes, and start the job again",
+        )
+    equal(path.read_bytes(), before)
+    # Its connection stays until it ends.
+    together()
+    equal([n for n in os.listdir(folder()) if n.endswith((".partial", ".safetensors"))], ["model.safetensors"])
     together()

@@ -66,7 +66,7 @@ def _without_empty_names(module: Any) -> Any:
     """
 
     def emptied(x: Any) -> Any:
-        return None if isinstance(x, NamedArray) and x.array is None else x
+        return None if isinstance(x, NamedArray) and not jax.tree_util.tree_leaves(x) else x
 
     return jax.tree_util.tree_map(emptied, module, is_leaf=lambda x: isinstance(x, NamedArray))
 

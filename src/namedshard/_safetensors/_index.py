@@ -3,12 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 from urllib.parse import unquote
 
 from namedshard._errors import CheckpointError, HeaderError, message
+from namedshard._safetensors._folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, chosen, left_over
 from namedshard._safetensors._header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -17,13 +18,8 @@ from namedshard._safetensors._header import (
     parse_header,
     parse_json,
 )
-from namedshard._safetensors._remote import exists, is_url, listing
+from namedshard._safetensors._remote import is_url, names_in
 from namedshard._safetensors._source import Files, Source
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 
 
 def _read(source: Source, start: int, count: int) -> bytes:
@@ -120,12 +116,40 @@ def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
 
 
 def referenced_files(index: str) -> set[str]:
-    """The files that a local index names; none if there is no index, or none that can be read."""
+    """The files that a local index names; none if there is no index.
+
+    Raises:
+        CheckpointError: There is one, which cannot be read.
+    """
+    if not os.path.lexists(index):
+        return set()
+    with Files() as files:
+        return set(_weight_map(index, files).values())
+
+
+def own_files(directory: str) -> set[str]:
+    """What the directory's index names and may be removed with it: checkpoint files that lie beside it."""
     try:
-        with Files() as files:
-            return set(_weight_map(index, files).values())
+        named = referenced_files(os.path.join(directory, INDEX))
     except CheckpointError:
         return set()
+    # What is anywhere else, or of another kind, is not the checkpoint's own, whatever an index says.
+    beside = map(os.path.normpath, named)
+    return {name for name in beside if name.endswith(SUFFIX) and not re.search(r"[/\\]", name)}
+
+
+def remains(directory: str) -> list[str]:
+    """Shards in a local directory that a save which was broken off has left."""
+    names = _listing(directory)
+    named: set[str] = set()
+    try:
+        for name in names:
+            if name.endswith(INDEX_SUFFIX):
+                named |= {os.path.normpath(file) for file in referenced_files(os.path.join(directory, name))}
+    except CheckpointError:
+        # Whatever it names is somebody's until the index is mended.
+        return []
+    return left_over(names, named)
 
 
 def _listing(directory: str) -> list[str]:
@@ -137,29 +161,31 @@ def _listing(directory: str) -> list[str]:
 
 def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
     base = directory if directory.endswith("/") else directory + "/"
-    if is_url(directory):
-        # Not every server lists its files, but each tells whether it has one.
-        known = next((name for name in (INDEX, SINGLE) if exists(base + name)), None)
-        names = listing(directory) if known is None else [known]
-    else:
-        names = _listing(directory)
-    indices = [INDEX] if INDEX in names else [n for n in names if n.endswith(INDEX_SUFFIX)]
-    singles = [SINGLE] if SINGLE in names else [n for n in names if n.endswith(SUFFIX)]
-    if indices == [INDEX] or (len(indices) == 1 and singles != [SINGLE]):
-        return _from_index(base + indices[0], files)
-    if len(singles) == 1 and not (indices and singles != [SINGLE]):
-        return _header_of(base + singles[0], files)
-    if not singles:
-        raise CheckpointError(
-            message(f"{directory} holds no checkpoint: neither {INDEX} nor {SINGLE} nor another {SUFFIX} file is in it")
+    names = names_in(directory, (INDEX, SINGLE)) if is_url(directory) else _listing(directory)
+    first, *others = chosen(directory, names)
+    if first.endswith(INDEX_SUFFIX):
+        return _from_index(base + first, files)
+    return _from_files(base, [first, *others], files)
+
+
+def _from_files(base: str, names: Sequence[str], files: Files) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    twice: list[str] = []
+    for name in names:
+        header = _header_of(base + name, files)
+        twice += [
+            f"{tensor}: in {os.path.basename(found[tensor].file)} and {name}" for tensor in header if tensor in found
+        ]
+        found |= header
+    if twice:
+        raise HeaderError(
+            message(
+                f"{base.rstrip('/')} has no {INDEX}, and its files hold {len(twice)} tensors twice",
+                twice,
+                fix="fetch the index",
+            )
         )
-    raise CheckpointError(
-        message(
-            f"{directory} holds several {SUFFIX} files and no {INDEX} that says which belong together",
-            indices or singles,
-            fix="pass the path of one of them, or fetch the index",
-        )
-    )
+    return found
 
 
 def find_tensors(path: str, files: Files) -> Mapping[str, TensorInfo]:
@@ -177,13 +203,15 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
 
     Args:
         path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them: a path, or a
-            URL that fsspec can open (extra ``namedshard[remote]``).
+            URL that fsspec can open (extra ``namedshard[remote]``). Without an index, the files of a directory are one
+            checkpoint if their names (``...-00001-of-00002.safetensors``) say so, and none is missing.
 
     Returns:
         For each tensor name its shape, dtype, file, and bytes within the file.
 
     Raises:
-        CheckpointError: A file is missing, is no regular file, or the directory holds no checkpoint or several.
+        CheckpointError: A file is missing, is no regular file, or the directory holds no checkpoint, several, or parts
+            of one.
         HeaderError: A file or index is cut off, or does not describe its own contents: every bad tensor is listed.
 
     Examples:

@@ -25,12 +25,13 @@ from namedshard._types import Tracer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One tensor to write: ``parts`` holds (leaf's value, part), which together are all of it."""
+    """One tensor to write: ``parts`` holds (leaf's value, part), which together are all of it; ``paths`` the leaves."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     parts: tuple[tuple[Any, Part], ...]
+    paths: tuple[str, ...]
     scale: float
 
     @property
@@ -99,7 +100,8 @@ def outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing
             listed = ", ".join(sorted(map(str, kinds)))
             lines.append(f"tensor {tensor.name!r} would be of several dtypes: {listed}")
         parts = tuple((values[path], part) for path, part in tensor.parts)
-        out.append(Outgoing(tensor.name, tensor.shape, next(iter(kinds)), parts, tensor.scale))
+        paths = tuple(path for path, _ in tensor.parts)
+        out.append(Outgoing(tensor.name, tensor.shape, next(iter(kinds)), parts, paths, tensor.scale))
     if lines:
         raise CheckpointError(
             message(
