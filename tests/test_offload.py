@@ -2,82 +2,35 @@
 
 import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import E42, M8, M42, bits, na
+from offloading import (
+    MAPPING,
+    MESHES,
+    OPTIMIZERS,
+    STATEFUL,
+    assert_same,
+    gradients,
+    kinds,
+    message_of,
+    parameters,
+    train,
+)
+from support import M42, na
 
 import namedshard as ns
 from namedshard import _jaxcompat, _offload
 from namedshard._leaves import named_leaves
 
-MAPPING = {"embed": "data", "mlp": "model"}
-MESHES = {"flat": (M8, {"embed": "data"}), "auto": (M42, MAPPING), "explicit": (E42, MAPPING)}
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "adamw": lambda: optax.adamw(1e-2),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "lion": lambda: optax.lion(1e-2),
-    "clip then adam": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    "adam then clip": lambda: optax.chain(optax.adam(1e-2), optax.clip_by_global_norm(0.1)),
-    "masked": lambda: optax.masked(optax.adam(1e-2), {"w": True, "b": False, "plain": True}),
-    "multi_transform": lambda: optax.multi_transform(
-        {"a": optax.adam(1e-2), "s": optax.sgd(1e-1, momentum=0.9)}, {"w": "a", "b": "s", "plain": "a"}
-    ),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
-    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
-    "extra args": lambda: optax.contrib.reduce_on_plateau(),
-}
-STATEFUL = [name for name in OPTIMIZERS if name != "extra args"]
-
-
-def parameters() -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    return {
-        "w": na(jnp.asarray(random.standard_normal((8, 16)), jnp.float32), "embed mlp"),
-        "b": na(jnp.asarray(random.standard_normal(16), jnp.float32), "mlp"),
-        "plain": jnp.asarray(random.standard_normal(4), jnp.float32),
-    }
-
 
 def as_struct(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
-
-
-def gradients(params: Any, step: Any) -> Any:
-    return jax.tree.map(lambda p: jnp.cos(p * 3 + step), params)
-
-
-def train(optimizer: Any, where: str, compile_step: Callable[[Any], Any], steps: int) -> tuple[Any, Any]:
-    mesh, mapping = MESHES[where]
-    with jax.set_mesh(mesh), ns.axis_mapping(mapping):
-        params = ns.shard(parameters())
-        state = optimizer.init(params)
-
-        def step(params: Any, state: Any, number: Any) -> tuple[Any, Any]:
-            updates, state = optimizer.update(gradients(params, number), state, params)
-            return optax.apply_updates(params, updates), state
-
-        compiled = compile_step(step)
-        for number in range(steps):
-            params, state = compiled(params, state, jnp.float32(number))
-    return params, state
-
-
-def kinds(state: Any) -> dict[str, str]:
-    return {x.path: x.value.sharding.memory_kind for x in named_leaves(state) if isinstance(x.value, jax.Array)}
-
-
-def assert_same(a: Any, b: Any) -> None:
-    left, right = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert [bits(x) for x in left] == [bits(x) for x in right]
 
 
 def donating(step: Any) -> Any:
@@ -119,51 +72,6 @@ def test_every_way_to_run_a_step(compiler: str, where: str) -> None:
         assert moment["w"].array.sharding.is_equivalent_to(on_host, 2)
     assert state[0].count.sharding.memory_kind == "device"
     assert int(state[0].count) == steps
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_a_budget_changes_no_value(name: str) -> None:
-    plain = OPTIMIZERS[name]()
-    params, state = train(ns.offload_optimizer(plain, budget=600), "auto", jax.jit, 20)
-    expected, on_device = train(plain, "auto", jax.jit, 20)
-    assert_same(params, expected)
-    assert_same(state, on_device)
-    assert set(kinds(state).values()) == {"device", "pinned_host"}
-
-
-def live_state_bytes(jaxpr: Any) -> int:
-    """The most bytes moved in from host memory that are alive at once, by the order of the jaxpr's equations."""
-    last_use: dict[Any, int] = {}
-    for n, eqn in enumerate(jaxpr.eqns):
-        last_use |= dict.fromkeys((v for v in eqn.invars if not hasattr(v, "val")), n)
-    most = now = 0
-    ends: dict[int, int] = {}
-    for n, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name == "device_put" and jax.memory.Space.Device in eqn.params["devices"]:
-            size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars if v in last_use)
-            now += size
-            end = max((last_use[v] for v in eqn.outvars if v in last_use), default=n)
-            ends[end] = ends.get(end, 0) + size
-        most = max(most, now)
-        now -= ends.pop(n, 0)
-    return most
-
-
-@pytest.mark.parametrize("budget", [None, 4096])
-def test_a_budget_bounds_the_states_on_the_device(budget: int | None) -> None:
-    params = {str(i): jnp.ones((8, 32)) for i in range(8)}
-    optimizer = ns.offload_optimizer(optax.adam(1e-2), budget=budget)
-    state = optimizer.init(params)
-    with jax.set_mesh(M8):
-        jaxpr = jax.jit(lambda g, s: optimizer.update(g, s)).trace(params, state).jaxpr.jaxpr
-    moved = live_state_bytes(jaxpr)
-    barriers = sum(eqn.primitive.name == "optimization_barrier" for eqn in jaxpr.eqns)
-    if budget is None:
-        assert (moved, barriers) == (16 * 1024, 0)
-    else:
-        # Two states of 1 KiB at a time, each beside its successor, tied one group to the next.
-        assert 2 * 1024 <= moved <= budget
-        assert barriers == 7
 
 
 def test_states_live_in_host_memory_from_the_start_and_are_remeshed_there() -> None:
@@ -259,32 +167,6 @@ def test_only_what_is_selected_and_large_enough_moves() -> None:
 def test_a_pattern_may_name_the_dot_of_a_field_at_the_root() -> None:
     state = ns.offload_optimizer(optax.scale_by_adam(), r"\.mu\b").init({"w": jnp.ones((4, 4))})
     assert kinds(state) == {"count": "device", "mu['w']": "pinned_host", "nu['w']": "device"}
-
-
-def test_fit_takes_the_largest_until_the_rest_fits() -> None:
-    params = {"big": jnp.ones((64, 64)), "middle": jnp.ones((32, 32)), "small": jnp.ones((8, 8))}
-    optimizer = ns.offload_optimizer(optax.adam(1e-3), fit=8 * 1024 + 516)
-    state = optimizer.init(params)
-    assert [p for p, kind in kinds(state).items() if kind == "pinned_host"] == ["[0].mu['big']", "[0].nu['big']"]
-    staying = sum(x.value.nbytes for x in named_leaves(state) if x.value.sharding.memory_kind == "device")
-    assert staying == 2 * (32 * 32 + 8 * 8) * 4 + 4
-    _, after = jax.jit(optimizer.update)(params, state)
-    assert kinds(after) == kinds(state)
-
-
-def test_fit_counts_bytes_per_device() -> None:
-    params = {"w": na(jnp.ones((8, 1024)), "embed mlp")}
-    with jax.set_mesh(M8):
-        sharded = ns.shard(params, {"embed": "data"})
-        state = ns.offload_optimizer(optax.adam(1e-3), fit="4100B").init(sharded)
-    # 4 KiB of each moment per device: one may stay, and the count.
-    assert sorted(kinds(state).values()) == ["device", "device", "pinned_host"]
-
-
-def message_of(call: Callable[[], Any], kind: type[Exception]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_messages() -> None:
@@ -463,19 +345,3 @@ def test_the_transfers_are_in_the_compiled_step() -> None:
     assert layout is not None
     arguments, results = layout[1].split("->")
     assert (arguments.count("S(5)"), results.count("S(5)")) == (2, 2)
-
-
-def test_offload_keeps_values_shards_and_what_is_not_chosen() -> None:
-    with jax.set_mesh(M42):
-        tree = ns.shard({"w": na(jnp.arange(32.0).reshape(8, 4), "embed mlp"), "n": jnp.int32(3), "s": "x"}, MAPPING)
-    out = ns.offload(tree, "w")
-    assert out["w"].array.sharding == tree["w"].array.sharding.with_memory_kind("pinned_host")
-    assert bits(out["w"].array) == bits(tree["w"].array)
-    assert (out["n"] is tree["n"], out["s"]) == (True, "x")
-    again = ns.offload(out, "w")
-    assert again["w"].array is out["w"].array
-    in_jit = jax.jit(lambda t: ns.offload(t, "w"))({"w": tree["w"]})
-    assert in_jit["w"].array.sharding.memory_kind == "pinned_host"
-    back = ns.shard(out, MAPPING, M42, memory_kind="device")
-    assert back["w"].array.sharding == tree["w"].array.sharding
-    assert isinstance(out["w"], hax.NamedArray)

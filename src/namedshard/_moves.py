@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from namedshard import _jaxcompat as compat
 from namedshard._boxes import Bounds, aligned_empty, bounds_of, distinct_shards, raw_bounds, recipe
-from namedshard._errors import MixedAxesError, NarrowingError, TracedMoveError, at, count_of, message, warn_user
+from namedshard._errors import (
+    MemoryKindError,
+    MixedAxesError,
+    NarrowingError,
+    TracedMoveError,
+    at,
+    count_of,
+    message,
+    warn_user,
+)
 from namedshard._mesh import MeshLike
 from namedshard._route import Placement, Route
 from namedshard._types import Device, Tracer
@@ -164,7 +173,15 @@ def _largest(value: Any) -> float:
     return float(max(np.max(p, where=np.isfinite(p), initial=0) for p in parts))
 
 
-def check_narrowing(work: Sequence[Move], total: int) -> None:
+@runtime_checkable
+class _HasValue(Protocol):
+    @property
+    def path(self) -> str: ...
+    @property
+    def value(self) -> Any: ...
+
+
+def check_narrowing(work: Sequence[_HasValue], total: int) -> None:
     """64-bit integers that JAX would wrap without a word are an error, floats that become infinite a warning."""
     lines: list[str] = []
     infinite: list[str] = []
@@ -407,18 +424,62 @@ _EXECUTORS: dict[Route, Callable[[Sequence[Move]], None]] = {
 }
 
 
+def _default_place() -> Sharding:
+    """Where ``jax.numpy`` puts a host array: replicated over the mesh of ``jax.set_mesh``, or on the default device."""
+    mesh, _ = compat.context_meshes()
+    if mesh is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    with compat.no_context_mesh():
+        return jnp.zeros(()).sharding
+
+
+def _check_traced_kind(memory_kind: str) -> None:
+    if memory_kind not in ("device", "pinned_host"):
+        raise MemoryKindError(
+            message(
+                f"compiled code cannot place arrays in memory kind {memory_kind!r}",
+                fix="use 'device' or 'pinned_host', or move the arrays with shard before or after the compiled call",
+            )
+        )
+
+
 def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
-    """The same arrays in another memory kind, on the same devices in the same shards; traced or not."""
-    out: list[Any] = list(values)
-    eager = [i for i, x in enumerate(values) if not isinstance(x, Tracer)]
+    """The same arrays in another memory kind, on the same devices in the same shards; traced or not.
+
+    One array in several places stays one. Host arrays go to the devices that ``jax.numpy`` would take, and
+    ``jax.ShapeDtypeStruct``s get the sharding.
+
+    Raises:
+        MemoryKindError: Compiled code has no word for the memory kind.
+    """
+    distinct = {id(x): x for x in values}
+    moved: dict[int, Any] = {}
+    eager: dict[int, Any] = {}
+    for key, x in distinct.items():
+        if isinstance(x, jax.ShapeDtypeStruct):
+            moved[key] = x.update(sharding=(x.sharding or _default_place()).with_memory_kind(memory_kind))
+        elif not isinstance(x, Tracer):
+            eager[key] = x
     staging = bool(eager) and compat.staging()
-    for i, x in enumerate(values):
-        if staging or isinstance(x, Tracer):
-            out[i] = jax.device_put(x, compat.space_of_kind(memory_kind))
-    if eager and not staging:
+    if staging:
+        eager = {}
+    if traced := {k: x for k, x in distinct.items() if k not in moved and k not in eager}:
+        _check_traced_kind(memory_kind)
+        for key, x in traced.items():
+            if not isinstance(x, jax.Array):
+                x = jnp.array(x, jax.dtypes.canonicalize_dtype(native(x.dtype)))
+            moved[key] = jax.device_put(x, compat.space_of_kind(memory_kind))
+    sources: dict[int, Any] = {}
+    places: dict[int, Sharding] = {}
+    for key, x in eager.items():
+        if not isinstance(x, jax.Array):
+            # By way of no device: what is to live in host memory may be too large for one.
+            sources[key], places[key] = _own_copy(x), _default_place().with_memory_kind(memory_kind)
+        elif x.sharding.memory_kind != memory_kind:
+            sources[key], places[key] = x, x.sharding.with_memory_kind(memory_kind)
+        else:
+            moved[key] = x
+    if sources:
         with compat.no_context_mesh():
-            moving = [i for i in eager if values[i].sharding.memory_kind != memory_kind]
-            places = [values[i].sharding.with_memory_kind(memory_kind) for i in moving]
-            for i, moved in zip(moving, jax.device_put([values[i] for i in moving], places), strict=True):
-                out[i] = moved
-    return out
+            moved |= zip(sources, jax.device_put(list(sources.values()), list(places.values())), strict=True)
+    return [moved[id(x)] for x in values]

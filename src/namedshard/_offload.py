@@ -7,15 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import MemoryKindError, OffloadError, count_of, message
+from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of, message
 from namedshard._gather import parse_bytes
-from namedshard._leaves import Leaf, is_array_like, named_leaves
+from namedshard._leaves import (
+    Leaf,
+    _jax_can_hold,  # pyright: ignore[reportPrivateUsage]
+    is_array_like,
+    named_leaves,
+)
 from namedshard._mesh import context_mesh
-from namedshard._moves import change_memory
+from namedshard._moves import change_memory, check_narrowing
 from namedshard._offload_budget import update_within
 from namedshard._types import Device, Tracer
 
@@ -33,19 +38,32 @@ def _predicate(where: Where) -> Callable[[str, Any], bool]:
     return lambda path, leaf: bool(pattern.search(path) or pattern.search("." + path))
 
 
-def _per_device(x: Any) -> int:
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+def _per_device(x: Any) -> int | None:
+    """Bytes on each device, or None while tracing where types do not tell the shards: on Auto axes."""
+    if not x.ndim or (isinstance(x, Tracer) and jax.device_count() == 1):
+        return _bytes(x)
+    if isinstance(x, Tracer):
+        sharding = jax.typeof(x).sharding
+        mesh = sharding.mesh
+        if mesh.size != 1 and (mesh.empty or any(t != AxisType.Explicit for t in mesh.axis_types)):
+            return None
+    else:
+        sharding = getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
+
+
+def _is_array(x: Any) -> bool:
+    return is_array_like(x) and _jax_can_hold(x.dtype)
 
 
 def _candidates(leaves: Sequence[Leaf], where: Where, min_size: int) -> list[int]:
     """Leaves that may go to host memory: chosen, arrays, no scalars, large enough."""
     chosen = _predicate(where)
-    found = [i for i, leaf in enumerate(leaves) if is_array_like(leaf.value) and chosen(leaf.path, leaf.value)]
+    found = [i for i, leaf in enumerate(leaves) if _is_array(leaf.value) and chosen(leaf.path, leaf.value)]
     sized = [i for i in found if leaves[i].value.ndim and _bytes(leaves[i].value) >= max(1, min_size)]
     if not sized:
-        arrays = [f"{leaf.path} ({_bytes(leaf.value)} bytes)" for leaf in leaves if is_array_like(leaf.value)]
+        arrays = [f"{leaf.path} ({_bytes(leaf.value)} bytes)" for leaf in leaves if _is_array(leaf.value)]
         reason = "scalars" if not min_size else f"scalars, or smaller than min_size={min_size} bytes"
         which = f"the only matches are {reason}" if found else "nothing matches"
         raise OffloadError(message(f"where={where!r} selects no leaf for host memory: {which}; the arrays are", arrays))
@@ -58,12 +76,26 @@ def _bytes(x: Any) -> int:
 
 def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: int) -> list[int]:
     """The largest candidates, until what stays takes at most ``fit`` bytes per device."""
-    staying = sum(_per_device(leaf.value) for leaf in leaves if is_array_like(leaf.value))
+    arrays = {i: leaf.value for i, leaf in enumerate(leaves) if _is_array(leaf.value)}
+    if sum(map(_bytes, arrays.values())) <= fit:
+        return []
+    sizes = {i: size for i, x in arrays.items() if (size := _per_device(x)) is not None}
+    if unknown := [leaves[i].path for i in arrays if i not in sizes]:
+        raise OffloadError(
+            message(
+                f"fit={fit} bytes per device cannot be counted while tracing: the shards of"
+                f" {count_of(len(unknown), len(leaves))} are not known",
+                unknown,
+                fix="call init by itself, outside of jit, eval_shape and ns.init: the state gets the parameters' shards"
+                " there",
+            )
+        )
+    staying = sum(sizes.values())
     chosen: list[int] = []
-    for i in sorted(candidates, key=lambda i: (-_per_device(leaves[i].value), i)):
+    for i in sorted(candidates, key=lambda i: (-sizes[i], i)):
         if staying <= fit:
             break
-        staying -= _per_device(leaves[i].value)
+        staying -= sizes[i]
         chosen.append(i)
     if staying > fit:
         raise OffloadError(
@@ -99,7 +131,23 @@ def _check_kind(memory_kind: str, leaves: Sequence[Leaf]) -> None:
         )
 
 
+def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
+    values = {leaves[i].path: leaves[i].value for i in chosen}
+    arrays = {path: x for path, x in values.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
+    if gone := [at(path) for path, x in arrays.items() if x.is_deleted()]:
+        raise DeletedArrayError(
+            message(
+                f"{count_of(len(gone), len(leaves))} cannot be moved: the array was donated or deleted",
+                gone,
+                fix="keep the result of the call that the array was donated to, and use that",
+            )
+        )
+
+
 def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> list[Any]:
+    _check_deleted(leaves, chosen)
+    on_host = [leaves[i] for i in chosen if not isinstance(leaves[i].value, jax.Array | jax.ShapeDtypeStruct)]
+    check_narrowing(on_host, len(leaves))
     values = [leaf.value for leaf in leaves]
     for i, moved in zip(chosen, change_memory([values[i] for i in chosen], memory_kind), strict=True):
         values[i] = moved
@@ -109,11 +157,13 @@ def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> l
 def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host", *, min_size: int = 0) -> PyTree:
     """Put chosen leaves of a tree into host memory; shards, values and the tree's structure stay as they are.
 
-    Works eagerly and in compiled code. Arithmetic on the result needs it back on the device: ``ns.shard(...,
-    memory_kind="device")``.
+    Works eagerly and in compiled code. One array object in two places of the tree stays one. Numpy arrays become JAX
+    arrays on the devices that ``jax.numpy`` would put them on (the mesh of ``jax.set_mesh``, replicated, or the default
+    device), ``jax.ShapeDtypeStruct``s get their sharding with the memory kind. Arithmetic on the result needs it back
+    on the device: ``ns.shard(..., memory_kind="device")``.
 
     Args:
-        tree: Any pytree of arrays (any shape, dtype and placement).
+        tree: Any pytree. Its arrays (any shape, dtype and placement) may be chosen, all else is left as it is.
         where: A regular expression, searched for in each leaf path, or a predicate of (leaf path, leaf).
         memory_kind: The memory kind to move to.
         min_size: Only arrays of at least so many bytes are moved. Scalars never are.
@@ -123,7 +173,10 @@ def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host",
 
     Raises:
         OffloadError: Nothing is chosen (lists the leaves there are), or the pattern is no regular expression.
-        MemoryKindError: The devices do not offer the memory kind.
+        MemoryKindError: The devices do not offer the memory kind, or compiled code has no word for it: there it is
+            ``"pinned_host"`` or ``"device"``.
+        DeletedArrayError: A chosen array was donated or deleted before.
+        NarrowingError: A 64-bit integer in a numpy array does not fit the 32 bits that JAX would keep.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns
@@ -200,21 +253,24 @@ def offload_optimizer(
         transformation: Any ``optax.GradientTransformation``, with or without extra arguments.
         where: A regular expression, searched for in the state's leaf paths (e.g. ``r"\.(mu|nu)\b"``), or a predicate
             of (leaf path, leaf).
-        memory_kind: The memory kind to live in.
+        memory_kind: The memory kind to live in. Compiled updates take ``"pinned_host"`` only.
         min_size: Only arrays of at least so many bytes. Scalars and counts never move.
-        budget: In compiled code, bytes of states that are on the device at a time; None sets no bound. A number, or
-            text like ``"1GiB"``.
+        budget: In compiled code, bytes of states that are brought to a device at a time; None sets no bound. A number,
+            or text like ``"1GiB"``. States that one update needs at once are never parted. Where types do not tell the
+            shards (on Auto meshes), states count whole.
         fit: Instead of all that ``where`` selects, take its largest leaves until the state that stays takes at most so
-            many bytes per device.
+            many bytes per device. ``init`` chooses; from then on a leaf is known by where it lives.
 
     Returns:
         An ``optax.GradientTransformationExtraArgs``.
 
     Raises:
         ImportError: optax is not installed.
-        OffloadError: Nothing is selected (lists the leaves there are), or ``fit`` cannot be reached; at an update, a
-            leaf is not where it is said to be.
-        MemoryKindError: The devices do not offer the memory kind.
+        OffloadError: Nothing is selected (lists the leaves there are), or ``fit`` cannot be reached, or not be counted
+            since ``init`` is traced; at an update, a leaf is not where it is said to be.
+        MemoryKindError: The devices do not offer the memory kind, it is no host memory, or compiled code has no word
+            for it.
+        DeletedArrayError: The state was donated or deleted before.
         ValueError: ``budget`` or ``fit`` is no size.
 
     Examples:
@@ -228,6 +284,13 @@ def offload_optimizer(
         import optax
     except ImportError as error:
         raise ImportError("offload_optimizer needs optax: pip install 'namedshard[optax]'") from error
+    if memory_kind == "device":
+        raise MemoryKindError(
+            message(
+                "offload_optimizer cannot offload to memory kind 'device', where the state is without it",
+                fix="use 'pinned_host', or the optimizer as it is",
+            )
+        )
     inner = optax.with_extra_args_support(transformation)
     most = None if budget is None else parse_bytes(budget)
     stay = None if fit is None else parse_bytes(fit)
@@ -236,14 +299,14 @@ def offload_optimizer(
         candidates = _candidates(leaves, where, min_size)
         if stay is None:
             return candidates
-        # Once chosen, a leaf is known by where it lives: sizes per device are not known while tracing.
-        on_host = [i for i in candidates if _kind_of(leaves[i].value) != "device"]
-        return on_host or _largest_until_fit(leaves, candidates, stay)
+        return [i for i in candidates if _kind_of(leaves[i].value) != "device"]
 
     def init(params: Any) -> Any:
         state = inner.init(params)
         leaves = named_leaves(state)
-        chosen = select(leaves)
+        chosen = _candidates(leaves, where, min_size)
+        if stay is not None:
+            chosen = _largest_until_fit(leaves, chosen, stay)
         _check_kind(memory_kind, leaves)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), _moved(leaves, chosen, memory_kind))
 
@@ -260,9 +323,14 @@ def offload_optimizer(
         if traced:
             _check_compiler(_a_device(leaves), memory_kind)
         if traced and most is not None:
-            new_updates, new_state = update_within(run, [x.value for x in leaves], chosen, memory_kind, most)
+            _check_deleted(leaves, chosen)
+            values = [x.value for x in leaves]
+            sizes = {i: _per_device(values[i]) or _bytes(values[i]) for i in chosen}
+            new_updates, new_state = update_within(run, values, sizes, memory_kind, most)
         else:
-            new_updates, new_state = run(_moved(leaves, chosen, "device"))
+            # Numpy states, of a checkpoint for example, are for JAX to place beside the gradients.
+            placed = [i for i in chosen if isinstance(leaves[i].value, jax.Array)]
+            new_updates, new_state = run(_moved(leaves, placed, "device"))
             new_leaves = named_leaves(new_state)
             again = select(new_leaves) if stay is None else chosen
             values = _moved(new_leaves, again, memory_kind)
