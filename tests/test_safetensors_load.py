@@ -167,8 +167,14 @@ def test_real_trees_are_templates_too(tmp_path):
 def test_memory_kinds_that_are_not_there_and_meshes_without_devices_fail_first(tmp_path):
     path = write(tmp_path / "x.safetensors", {"x": VALUE})
     like = {"x": na(struct(8, 16), "a b")}
-    with nothing_moved(), pytest.raises(ns.MemoryKindError):
-        ns.load_safetensors(path, like, mesh=M8, memory_kind="vmem")
+    sharded = {"x": struct(8, 16, sharding=NamedSharding(M8, P("data")))}
+    for tree, where in ((like, M8), (like, None), ({"x": struct(8, 16)}, None), (sharded, None)):
+        with nothing_moved(), pytest.raises(ns.MemoryKindError) as error:
+            ns.load_safetensors(path, tree, mesh=where, memory_kind="vmem")
+        assert str(error.value) == (
+            "memory kind 'vmem' is not offered by cpu devices, which have 'device', 'pinned_host', 'unpinned_host'\n"
+            "  fix: use one of 'device', 'pinned_host', 'unpinned_host'"
+        )
     with nothing_moved(), pytest.raises(ns.NoMeshError) as error:
         ns.load_safetensors(path, like, mapping={"a": "data"})
     assert str(error.value) == (
