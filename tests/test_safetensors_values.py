@@ -155,6 +155,14 @@ def test_values_are_checked_where_another_kind_or_a_narrow_integer_is_asked_for(
         "  ['n']: tensor 'n': nan does not fit int32\n"
         "  fix: pass a wider dtype=, or enable 64-bit types"
     )
+    # The largest int32 is no float32: the next one up is, and does not fit.
+    edge = write(tmp_path / "edge.safetensors", {"f": np.array([2.0**31], np.float32), "g": np.float32([-(2.0**31)])})
+    with pytest.raises(ns.NarrowingError) as error:
+        ns.load_safetensors(edge, {"f": struct(1), "g": struct(1)}, dtype={"['f']": np.int32, "['g']": np.int32})
+    assert str(error.value).splitlines()[:2] == [
+        "1 tensor holds values that do not fit",
+        "  ['f']: tensor 'f': 2.1474836e+09 does not fit int32",
+    ]
     tree = ns.load_safetensors(path, like, dtype={"['f']": np.int16}, unexpected="ignore")
     assert bits(tree["f"]) == bits(np.array([-8, 7, 300], np.int16))
 

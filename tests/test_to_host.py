@@ -138,19 +138,19 @@ def test_the_limit_of_collectives_must_be_positive() -> None:
 
 def test_host_values_are_compared_bit_by_bit_in_the_order_of_their_elements() -> None:
     value = counting(30, 40, 5)
-    digest = collective._digest(value)
-    assert digest == collective._digest(np.asfortranarray(value)) == collective._digest(value[:, ::-1][:, ::-1])
-    assert digest != collective._digest(value.transpose(1, 0, 2))
-    assert collective._digest(np.zeros(3)) != collective._digest(-np.zeros(3))
+    digest = collective.digest(value)
+    assert digest == collective.digest(np.asfortranarray(value)) == collective.digest(value[:, ::-1][:, ::-1])
+    assert digest != collective.digest(value.transpose(1, 0, 2))
+    assert collective.digest(np.zeros(3)) != collective.digest(-np.zeros(3))
     for dtype in DTYPES:
         x = counting(70_000, dtype=np.int32).astype(dtype)
-        assert collective._digest(x) == collective._digest(np.concatenate([x, x])[: len(x)])
-        assert collective._digest(x[::2]) == collective._digest(np.ascontiguousarray(x[::2]))
+        assert collective.digest(x) == collective.digest(np.concatenate([x, x])[: len(x)])
+        assert collective.digest(x[::2]) == collective.digest(np.ascontiguousarray(x[::2]))
         y = x.copy()
         y[-1] = x[-2]
-        assert (collective._digest(x) == collective._digest(y)) == (bits(x) == bits(y))
-    assert collective._digest(np.zeros((0, 3))) == collective._digest(np.zeros(0))
-    assert collective._digest(np.array(3)) == collective._digest(np.array([3]))
+        assert (collective.digest(x) == collective.digest(y)) == (bits(x) == bits(y))
+    assert collective.digest(np.zeros((0, 3))) == collective.digest(np.zeros(0))
+    assert collective.digest(np.array(3)) == collective.digest(np.array([3]))
 
 
 def test_bytes_on_a_device_while_a_leaf_moves() -> None:

@@ -315,11 +315,11 @@ def _line(move: moves.Move) -> Line:
     target = sharding_text(move.want)
     if move.route is Route.FROM_HOST:
         value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
-        return Line(move.path, type_text(x), _digest(value), target, host=True)
+        return Line(move.path, type_text(x), digest(value), target, host=True)
     return Line(move.path, type_text(x), sharding_text(x.sharding), target, local=x.is_fully_addressable)
 
 
-def _digest(value: np.ndarray) -> str:
+def digest(value: np.ndarray) -> str:
     """A hash of a value's bytes in C order, made in small parts."""
     found = hashlib.blake2b(digest_size=16)
     flags = ("external_loop", "buffered", "zerosize_ok")

@@ -1,13 +1,12 @@
 """EFFECTS. Do all processes save the same? And which of its arrays does it take all of them to get at?"""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from namedshard._collective import sharding_text, type_text
+from namedshard._collective import digest, sharding_text, type_text
 from namedshard._safetensors._outgoing import Outgoing
 from namedshard._sync import Line, agree, refuse_local
 
@@ -17,18 +16,9 @@ def _on_host(value: Any) -> bool:
     return not isinstance(value, jax.Array) or (not value.committed and value.is_fully_addressable)
 
 
-def _digest(value: Any) -> str:
-    """A hash of a value's bytes in C order, made in small parts."""
-    found = hashlib.blake2b(digest_size=16)
-    flags = ("external_loop", "buffered", "zerosize_ok")
-    for part in np.nditer(np.asarray(value), flags, order="C", buffersize=1 << 16):
-        found.update(np.ascontiguousarray(part).view(np.uint8))
-    return found.hexdigest()
-
-
 def _line(path: str, value: Any) -> Line:
     if _on_host(value):
-        return Line(path, type_text(value), _digest(value), "", host=True)
+        return Line(path, type_text(value), digest(np.asarray(value)), "", host=True)
     return Line(path, type_text(value), sharding_text(value.sharding), "", local=value.is_fully_addressable)
 
 

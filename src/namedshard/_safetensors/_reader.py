@@ -99,7 +99,9 @@ def _check(job: Job, source: np.ndarray, shard: Shard) -> None:
     if whole:
         info = ml_dtypes.iinfo(kind)
         # Not "outside of": a value that is no number compares with none.
-        too_low, too_high = not least >= info.min, not most <= info.max
+        # Compared as Python's numbers: a float32 would round the bound of an int32 up to a value that does not fit.
+        exact: Any = int if np.issubdtype(source.dtype, np.integer) else float
+        too_low, too_high = not exact(least) >= info.min, not exact(most) <= info.max
     else:
         with np.errstate(over="ignore"):
             too_low, too_high = not np.isfinite(least.astype(kind)), not np.isfinite(most.astype(kind))
