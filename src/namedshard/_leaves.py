@@ -59,7 +59,8 @@ def _stop(x: Any) -> bool:
 
 
 @functools.cache
-def _jax_can_hold(dtype: Any) -> bool:
+def jax_can_hold(dtype: Any) -> bool:
+    """Whether an array of a dtype can be a JAX array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return True
     return jnp.issubdtype(dtype, np.bool_) or (jnp.issubdtype(dtype, np.number) and dtype.char not in _NO_JAX_DTYPE)
@@ -72,7 +73,7 @@ _NO_JAX_DTYPE = "mgG"
 def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...] | None, str]:
     if len(value.shape) != len(names):
         return None, f"names ({', '.join(names)}) do not fit rank {len(value.shape)}; left as it is"
-    if not _jax_can_hold(value.dtype):
+    if not jax_can_hold(value.dtype):
         return None, f"JAX has no dtype {value.dtype}; left as it is"
     return names, ""
 

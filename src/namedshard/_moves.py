@@ -433,8 +433,9 @@ def _default_place() -> Sharding:
         return jnp.zeros(()).sharding
 
 
-def _check_traced_kind(memory_kind: str) -> None:
-    if memory_kind not in ("device", "pinned_host"):
+def check_traced_kind(memory_kind: str | None) -> None:
+    """Raise `MemoryKindError` for a memory kind that compiled code cannot move to; None is the device's own."""
+    if memory_kind not in (None, "device", "pinned_host"):
         raise MemoryKindError(
             message(
                 f"compiled code cannot place arrays in memory kind {memory_kind!r}",
@@ -464,7 +465,7 @@ def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
     if staging:
         eager = {}
     if traced := {k: x for k, x in distinct.items() if k not in moved and k not in eager}:
-        _check_traced_kind(memory_kind)
+        check_traced_kind(memory_kind)
         for key, x in traced.items():
             if not isinstance(x, jax.Array):
                 x = jnp.array(x, jax.dtypes.canonicalize_dtype(native(x.dtype)))

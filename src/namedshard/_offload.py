@@ -13,12 +13,7 @@ from jaxtyping import PyTree
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of, message
 from namedshard._gather import parse_bytes
-from namedshard._leaves import (
-    Leaf,
-    _jax_can_hold,  # pyright: ignore[reportPrivateUsage]
-    is_array_like,
-    named_leaves,
-)
+from namedshard._leaves import Leaf, is_array_like, jax_can_hold, named_leaves
 from namedshard._mesh import context_mesh
 from namedshard._moves import change_memory, check_narrowing
 from namedshard._offload_budget import update_within
@@ -54,7 +49,7 @@ def _per_device(x: Any) -> int | None:
 
 
 def _is_array(x: Any) -> bool:
-    return is_array_like(x) and _jax_can_hold(x.dtype)
+    return is_array_like(x) and jax_can_hold(x.dtype)
 
 
 def _candidates(leaves: Sequence[Leaf], where: Where, min_size: int) -> list[int]:

@@ -318,14 +318,8 @@ def check_memory_of(local: Sequence[Device], memory_kind: str) -> None:
 
 def _check_traced(traced: Sequence[moves.Move], mesh: MeshLike, total: int) -> None:
     """JAX ignores a traced ``device_put`` to other devices, and its errors about constraints name no leaf."""
-    kinds = {m.want.memory_kind for m in traced} - {None, "device", "pinned_host"}
-    if kinds:
-        raise MemoryKindError(
-            message(
-                f"compiled code cannot place arrays in memory kind {kinds.pop()!r}",
-                fix="use 'device' or 'pinned_host', or move the arrays with shard before or after the compiled call",
-            )
-        )
+    for move in traced:
+        moves.check_traced_kind(move.want.memory_kind)
     context = context_mesh()
     if not (isinstance(context, Mesh) and isinstance(mesh, Mesh)) or device_ids(context) == device_ids(mesh):
         return

@@ -1,4 +1,11 @@
-"""Helpers for testing your own models: virtual devices, placement, exact values, checkpoint round trips."""
+"""Helpers for testing your own models: virtual devices, placement, exact values, checkpoint round trips.
+
+Examples:
+    >>> import haliax as hax, namedshard as ns
+    >>> mesh = ns.testing.virtual_mesh((1,), ("data",))
+    >>> x = ns.shard(hax.zeros(hax.Axis("batch", 4)), {"batch": "data"}, mesh)
+    >>> ns.testing.assert_placed(x, {"batch": "data"}, mesh)
+"""
 
 import math
 import os
