@@ -60,7 +60,7 @@ def assert_planned(made: Any, on: Mesh) -> None:
 def test_values_are_eager_and_places_are_planned(name: str, where: str) -> None:
     fn, args = init_models.CATALOGUE[name]()
     made, report = ns.init(fn, *args, mapping=MAPPING, mesh=MESHES[where], report=True)
-    assert not any(program.inexact for program in report.programs)
+    assert any(program.inexact for program in report.programs) == (name == "jitted_model")
     assert_same(made, eager(name))
     assert_planned(made, MESHES[where])
 

@@ -19,8 +19,9 @@ from support import E42, M42, bits
 
 import namedshard as ns
 from namedshard._init_bits import bits_maker, local_bits
-from namedshard._init_jaxpr import fence, flatten, traits
+from namedshard._init_jaxpr import fence, flatten
 from namedshard._init_tape import Tape, decode, encode, host_value, host_words
+from namedshard._init_traits import traits
 
 # --- fences -----------------------------------------------------------------------------------------------------------
 
@@ -40,6 +41,17 @@ def test_a_fence_keeps_the_compiler_from_contracting() -> None:
     apart = x * y + x
     assert bits(jax.jit(lambda x, y: x * y + x)(x, y)) != bits(apart), "nothing to keep apart: the test shows nothing"
     assert bits(jax.jit(fenced)(x, y, np.uint32(0))) == bits(apart)
+
+
+def test_a_fence_stands_on_both_sides_of_a_choice() -> None:
+    """Fences around it must not cancel out: the sum would be taken into the choice, and there be contracted."""
+    x = jr.normal(jr.PRNGKey(0), (64, 64))
+
+    def fn(x: Any) -> Any:
+        return jnp.where(x > 0, x * 0.7, x / 5) + x * x
+
+    for on in (None, M42):
+        assert bits(ns.init(fn, x, mesh=on)) == bits(fn(x))
 
 
 def test_the_bits_of_special_values_pass_a_fence() -> None:
@@ -323,7 +335,8 @@ def test_operations_that_hold_others(name: str) -> None:
     for _ in range(2):
         assert [bits(x) for x in ns.init(fn, key)] == wanted
     assert [bits(x) for x in ns.init(fn, key, mesh=E42)] == wanted
-    assert max(calls for _, calls in _programs(fn, key)) == 2
+    # What approximates a value made before it is run as eager execution runs it, not as a program.
+    assert max((calls for _, calls in _programs(fn, key)), default=2) == 2
 
 
 def _traits(fn: Any, *args: Any) -> list[tuple[bool, bool]]:
@@ -348,3 +361,19 @@ def test_what_may_depend_on_a_split() -> None:
     assert _traits(lambda k: jr.uniform(k, (4,)), jr.key(0)) == [(False, False)]
     assert _traits(lambda k: jr.orthogonal(k, 4), jr.key(0))[-1][0] is True
     assert _traits(lambda x: jax.lax.fori_loop(0, 2, lambda _, c: c @ c, x), x) == [(True, False)]
+
+
+def test_what_a_compiler_may_contract_in_two_ways() -> None:
+    def contracts(fn: Any) -> list[bool]:
+        graph = flatten(jax.make_jaxpr(fn)(jnp.ones(4)), keep_jits=True)
+        return [traits(op.primitive, op.params, [graph.avals[v] for v in op.outputs]).contracts for op in graph.ops]
+
+    assert contracts(jax.jit(lambda x: x * 2 + x.reshape(2, 2).reshape(4) * x)) == [True]
+    assert contracts(jax.jit(lambda x: (x * 2)[::-1] - x * x)) == [True]
+    assert contracts(jax.jit(lambda x: x * 2 + x)) == [False]
+    assert contracts(lambda x: x * 2 + x * x) == [False, False, False]
+    assert contracts(lambda x: jr.normal(jr.key(0), (4,)))[-1:] == [False]
+    wanted = [bits(jnp.linspace(0.1, 3, n)) for n in (64, 64, 7)]
+    made, report = ns.init(lambda: [jnp.linspace(0.1, 3, n) for n in (64, 64, 7)], report=True)
+    assert [bits(x) for x in made] == wanted
+    assert report.local == 3

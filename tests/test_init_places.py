@@ -198,6 +198,33 @@ def test_statics_of_other_types_are_other_functions() -> None:
     assert [np.signbit(x[0]).item() for x, _ in made[3:]] == [False, True]
 
 
+class _Config(eqx.Module):
+    fill: Any = eqx.field(static=True)
+
+
+def test_static_fields_of_other_types_are_other_functions() -> None:
+    fills = (1, 1.0, True, 0.0, -0.0)
+    for _ in range(2):
+        made = [ns.init(_filled, _Config(fill)) for fill in fills]
+        assert [x.dtype.name for x in made] == ["int32", "float32", "bool", "float32", "float32"]
+        assert [bits(x) for x in made] == [bits(jnp.full((4,), fill)) for fill in fills]
+
+
+def test_what_a_function_closes_over_is_read_when_it_is_traced() -> None:
+    scale = 2.0
+
+    def fn(key: Any) -> Any:
+        return jr.normal(key, (32, 32)) * scale
+
+    first = ns.init(fn, jr.PRNGKey(0))
+    scale = 3.0
+    assert bits(ns.init(fn, jr.PRNGKey(0))) == bits(first)
+
+
+def _filled(config: _Config) -> Any:
+    return jnp.full((4,), config.fill)
+
+
 def test_partial_applications_made_anew_are_no_new_functions() -> None:
     traces = 0
 

@@ -226,6 +226,53 @@ def test_equations_are_run_as_jax_runs_them() -> None:
         assert np.array_equal(got, want)
 
 
+def test_an_equation_is_bound_under_the_options_of_its_trace_but_another_mesh() -> None:
+    def f(key: Any) -> Any:
+        with jax.threefry_partitionable(False):
+            return jax.random.split(key)
+
+    key = jax.random.key(0)
+    with jax.set_mesh(M8):
+        (eqn,) = (e for e in jax.make_jaxpr(f)(key).jaxpr.eqns if e.primitive.name == "random_split")
+    with compat.as_traced(eqn.ctx):
+        assert not jax.config.jax_threefry_partitionable
+        assert jax.sharding.get_abstract_mesh().empty
+        (out,) = compat.bind(eqn.primitive, eqn.params, [key])
+    assert jax.config.jax_threefry_partitionable
+    assert (jax.random.key_data(out) == jax.random.key_data(f(key))).all()
+    assert (jax.random.key_data(out) != jax.random.key_data(jax.random.split(key))).any()
+    other = jax.make_jaxpr(jax.random.split)(key).jaxpr.eqns[0]
+    assert compat.context_key(eqn.ctx) != compat.context_key(other.ctx)
+    assert compat.context_key(other.ctx) == compat.context_key(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns[0].ctx)
+
+
+def test_jits_of_numpy_stay_equations_where_they_are_kept() -> None:
+    def kept(x: Any) -> Any:
+        with compat.keep_inlined_jits():
+            return jax.jit(lambda y: y.mean())(x) + jnp.mean(x)
+
+    def names(f: Any) -> list[str]:
+        eqns = jax.make_jaxpr(f)(jnp.ones(3)).jaxpr.eqns
+        return [e.primitive.name for e in eqns]
+
+    assert names(kept) == ["jit"] * 3
+    plain, whole, added = jax.make_jaxpr(kept)(jnp.ones(3)).jaxpr.eqns
+    assert [compat.is_inlined(e.params) for e in (plain, whole, added)] == [False, True, True]
+    assert [e.primitive.name for e in plain.params["jaxpr"].jaxpr.eqns] == ["reduce_sum", "div"]
+    assert names(jnp.mean) == ["reduce_sum", "div"]
+    found: list[Any] = []
+    with pytest.raises(RuntimeError, match="planted"):
+        jax.make_jaxpr(lambda x: _within(lambda: (found.append(names(jnp.mean)), x / 0), "planted"))(1.0)
+    assert found == [["reduce_sum", "div"]], "another trace within is not concerned"
+    assert names(jnp.mean) == ["reduce_sum", "div"]
+
+
+def _within(act: Callable[[], Any], error: str) -> None:
+    with compat.keep_inlined_jits():
+        act()
+        raise RuntimeError(error)
+
+
 # --- arrays, shardings and memory -------------------------------------------------------------------------------------
 
 
@@ -258,6 +305,9 @@ def test_explicit_axes_and_the_types_they_make() -> None:
     x = jax.device_put(counting(8), NamedSharding(E8, P("data")))
     assert compat.any_explicit(x.aval.sharding.mesh) and x.aval.sharding.spec == P("data")
     assert not compat.any_explicit(jax.device_put(counting(8), NamedSharding(M8, P("data"))).aval.sharding.mesh)
+    on_host = jax.make_jaxpr(lambda x: jax.device_put(x, HOST))(1.0).out_avals[0]
+    auto = jax.device_put(counting(8), NamedSharding(M8, P("data"))).aval
+    assert [compat.has_place(a) for a in (x.aval, on_host, auto, jnp.ones(3).aval)] == [True, True, False, False]
 
 
 def test_the_memory_that_a_type_names() -> None:

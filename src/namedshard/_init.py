@@ -132,10 +132,11 @@ def init(
     *distinct* initialisers, not with the depth of the model. No array is ever whole on one device unless it is small.
 
     The values are bitwise those of ``fn(*args, **kwargs)`` run eagerly, on any mesh. The exceptions are large leaves
-    (over 256 KiB, and over half the largest shard of the model) in the making of which a sum, a matrix product or a
-    decomposition is split over devices; or, on CPUs, an approximated function such as that of ``jax.random.normal``
-    where rows or their shards are no multiple of 16 elements. These can differ in the last bit, and the report marks
-    them ``inexact``; with ``exact=True`` they are made whole on one device instead.
+    (over 256 KiB, and over half the largest shard of the model) in the making of which there is a sum, a matrix product
+    or a decomposition; an approximated function of a floating array, such as ``erf``; within one jit the sum of two
+    products; or, on CPUs, an approximated function such as that of ``jax.random.normal`` where rows or their shards are
+    no multiple of 16 elements. These can differ in the last bit, as can what a jit with more than 8 results makes, and
+    the report marks them ``inexact``; with ``exact=True`` they are made whole on one device instead.
 
     Args:
         fn: Any function that returns a tree: ``Model.init``, the ``init`` of an optimizer. JAX arrays among its
@@ -145,7 +146,8 @@ def init(
         mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
         mesh: A ``jax.sharding.Mesh``; by default the context's, else that of the arguments. With an ``AbstractMesh``
             nothing is computed.
-        memory_kind: Where the arrays are to live: ``"device"``, ``"pinned_host"``, ...; None is the device's own.
+        memory_kind: Where all arrays are to live: ``"device"``, ``"pinned_host"``, ...; None leaves each in the memory
+            that ``fn`` leaves it in.
         exact: Never differ from the eager values, at the cost of memory for the leaves named above. Also keeps large
             jits within ``fn``, or ``fn`` itself if it is one, whole: without it those with more than 8 results are
             opened, and their values are those of their operations run one by one.
@@ -154,11 +156,12 @@ def init(
 
     Returns:
         What ``fn`` returns. Named leaves are where the mapping wants them. Other arrays, and all without a mapping, are
-        sharded as the argument whose leaf path ends theirs and whose shape is theirs (the moments of an optimizer as
-        its parameters), else replicated on the mesh; without a mesh they stay on the default device. Arrays that
-        ``fn`` passes through and everything that is no array are left as they are. When nothing is computed, arrays
-        are ``jax.ShapeDtypeStruct``s with their shardings. Under ``jit`` and other transformations, ``fn`` is called
-        and its result given to `shard`. With ``report=True``, the pair of that and the `InitReport`.
+        sharded as ``fn`` splits them over the Explicit axes in force, else as the argument whose leaf path ends theirs
+        and whose shape is theirs (the moments of an optimizer as its parameters), else replicated on the mesh; without
+        a mesh they stay on the default device. Arrays that ``fn`` passes through and everything that is no array are
+        left as they are. When nothing is computed, arrays are ``jax.ShapeDtypeStruct``s with their shardings. Under
+        ``jit`` and other transformations, ``fn`` is called and its result given to `shard`. With ``report=True``, the
+        pair of that and the `InitReport`.
 
     Raises:
         NoMeshError: There is a mapping or a ``memory_kind``, but no mesh.
@@ -230,8 +233,8 @@ def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | N
     traced = trace(request)
     wanted = plan_outputs(traced, request, mapping, mesh, memory_kind)
     leaves: list[Any] = []
-    for struct, slot, sharding in zip(traced.structs, traced.slots, wanted.shardings, strict=True):
-        if sharding is not None and slot is not None:
+    for struct, slot, sharding in zip(traced.structs, traced.slots, wanted.places, strict=True):
+        if isinstance(sharding, NamedSharding) and slot is not None:
             struct = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)
         leaves.append(struct)
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)

@@ -8,15 +8,34 @@ whole ``jit`` such as those of ``jax.random``. A slice of several operations is 
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+)
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array
 
 from namedshard import _jaxcompat as compat
+from namedshard._init_traits import (
+    BODY,
+    CASTS,
+    JIT,
+    MANUAL,
+    MOVEMENT,
+    has_jaxpr,
+    inner_jaxprs,
+    is_float,
+    jaxpr_traits,
+    traits,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,13 +53,23 @@ BitsMaker: TypeAlias = Callable[[Array, int, tuple[int, ...]], Array | None]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One operation: values are numbers, their avals are in `Graph.avals`."""
+    """One operation: values are numbers, their avals are in `Graph.avals`.
+
+    ``ctx`` holds the options that it was traced under. ``opened``: it is part of a jit that eager execution runs whole.
+    ``mesh``: the one in force when it was traced, for operations that split their arrays over it.
+    """
 
     primitive: Primitive
     params: dict[str, Any]
     inputs: tuple[Ref, ...]
     outputs: tuple[int, ...]
     effects: bool
+    ctx: Any
+    opened: bool = False
+    mesh: Mesh | None = None
+
+
+Applied: TypeAlias = Op | JaxprEqn
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,22 +83,10 @@ class Graph:
     outputs: tuple[Ref, ...]
 
 
-_BODY = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-}
-"""Operations that eager execution looks through."""
-
 _PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "device_put"})
 """Operations that change where values are, never the values. The plan alone says where results go."""
 
-_JIT = frozenset({"jit", "pjit"})
+_SHARDING_PARAMS = frozenset({"out_sharding", "sharding"})
 
 LARGE_JIT = 8
 """A jit with more results than this is taken for the model itself, not for one initialiser."""
@@ -78,16 +95,39 @@ LARGE_JIT = 8
 def _body(primitive: Primitive, params: dict[str, Any], names: Iterable[str]) -> tuple[Jaxpr, Sequence[Any]] | None:
     if primitive.name not in names:
         return None
-    inner = params["jaxpr" if primitive.name in _JIT else _BODY[primitive.name]]
+    inner = params["jaxpr" if primitive.name in JIT else BODY[primitive.name]]
     return (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
 
 
-def flatten(closed: ClosedJaxpr, *, keep_jits: bool) -> Graph:
+def _aval(var: Any) -> Any:
+    return var.aval
+
+
+def _is_number(ref: Ref) -> TypeGuard[Constant]:
+    return isinstance(ref, Constant) and not compat.is_key_array(ref.aval) and ref.aval.dtype != np.bool_
+
+
+def _is_thin(eqn: JaxprEqn) -> bool:
+    """True for a jit of ``jax.numpy`` that comes to the same when run as the operations in it.
+
+    It computes once, and with no number of its own: a compiler that knows a divisor multiplies by its inverse.
+    """
+    if eqn.primitive.name not in JIT or not compat.is_inlined(eqn.params):
+        return False
+    body = _body(eqn.primitive, eqn.params, JIT)
+    assert body is not None
+    computing = [e for e in body[0].eqns if e.primitive.name not in MOVEMENT and e.primitive.name not in CASTS]
+    literals = any(isinstance(v, Literal) for e in computing for v in e.invars)
+    return len(computing) <= 1 and not literals and not any(has_jaxpr(e.params) for e in body[0].eqns)
+
+
+def flatten(closed: ClosedJaxpr, *, keep_jits: bool, mesh: Mesh | None = None) -> Graph:
     """The operations that eager execution would dispatch, in order.
 
     Args:
         closed: The traced function.
         keep_jits: Keep every jit whole, as eager execution does. Otherwise those with many results are looked through.
+        mesh: The mesh that was in force.
     """
     graph = Graph([], [], (), {}, ())
 
@@ -100,26 +140,33 @@ def flatten(closed: ClosedJaxpr, *, keep_jits: bool) -> Graph:
         graph.consts[number] = value
         return number
 
-    def walk(jaxpr: Jaxpr, env: dict[Any, Ref]) -> list[Ref]:
+    def walk(jaxpr: Jaxpr, env: dict[Any, Ref], opened: bool) -> list[Ref]:
         def read(atom: Any) -> Ref:
             return Constant(atom.val, atom.aval) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
-            looked_through = [*_BODY, *(_JIT if not keep_jits and len(eqn.outvars) > LARGE_JIT else ())]
+            opening = not keep_jits and len(eqn.outvars) > LARGE_JIT
+            looked_through = [*BODY, *(JIT if opening or _is_thin(eqn) else ())]
             body = _body(eqn.primitive, eqn.params, looked_through)
             if eqn.primitive.name in _PLACING:
                 env.update(zip(eqn.outvars, inputs, strict=True))
+            elif eqn.primitive.name in CASTS and _is_number(inputs[0]) and is_float(eqn.outvars[0].aval):
+                number, aval = inputs[0], _aval(eqn.outvars[0])
+                env[eqn.outvars[0]] = Constant(np.asarray(number.value, number.aval.dtype).astype(aval.dtype), aval)
             elif body is not None:
                 inner, consts = body
                 known: dict[Any, Ref] = dict(zip(inner.invars, inputs, strict=True))
                 for var, value in zip(inner.constvars, consts, strict=True):
                     known[var] = constant(value, var.aval)
-                env.update(zip(eqn.outvars, walk(inner, known), strict=True))
+                within = opened or (opening and eqn.primitive.name in JIT)
+                env.update(zip(eqn.outvars, walk(inner, known, within), strict=True))
             else:
                 outputs = tuple(new(v.aval) for v in eqn.outvars)
                 env.update(zip(eqn.outvars, outputs, strict=True))
-                graph.ops.append(Op(eqn.primitive, eqn.params, tuple(inputs), outputs, bool(eqn.effects)))
+                over = mesh if traits(eqn.primitive, eqn.params, ()).manual else None
+                effects = bool(eqn.effects)
+                graph.ops.append(Op(eqn.primitive, eqn.params, tuple(inputs), outputs, effects, eqn.ctx, opened, over))
         return [read(v) for v in jaxpr.outvars]
 
     top = closed.jaxpr
@@ -127,29 +174,39 @@ def flatten(closed: ClosedJaxpr, *, keep_jits: bool) -> Graph:
     env: dict[Any, Ref] = dict(zip(top.invars, graph.inputs, strict=True))
     for var, value in zip(top.constvars, closed.consts, strict=True):
         env[var] = constant(value, var.aval)
-    graph.outputs = tuple(walk(top, env))
+    graph.outputs = tuple(walk(top, env, False))
     return graph
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def apply(primitive: Primitive, params: dict[str, Any], inputs: Sequence[Any], bits: BitsMaker | None) -> list[Any]:
-    """Run one operation on values or tracers; jits are opened, so that ``bits`` reaches the generators inside."""
+def apply(op: Applied, inputs: Sequence[Any], bits: BitsMaker | None, mesh: Mesh | None = None) -> list[Any]:
+    """Run one operation on values or tracers; jits are opened, so that ``bits`` reaches the generators inside.
+
+    ``mesh`` is the one that operations within were traced under, where they split their arrays over it.
+    """
+    primitive, params = op.primitive, op.params
     if primitive.name in _PLACING:
         return list(inputs)
-    body = _body(primitive, params, (*_BODY, *_JIT))
-    if body is not None:
-        return _evaluate(*body, inputs, bits)
-    if bits is not None and primitive.name == "random_bits":
-        made = bits(inputs[0], params["bit_width"], tuple(params["shape"]))
-        if made is not None:
-            return [made]
-    out = primitive.bind(*inputs, **params)
-    return list(out) if primitive.multiple_results else [out]
+    with compat.as_traced(op.ctx):
+        body = _body(primitive, params, (*BODY, *JIT))
+        if body is not None:
+            return _evaluate(*body, inputs, bits, mesh)
+        if bits is not None and primitive.name == "random_bits":
+            made = bits(inputs[0], params["bit_width"], tuple(params["shape"]))
+            if made is not None:
+                return [made]
+        if primitive.name not in MANUAL:
+            params = _unplaced(params, mesh)
+        elif mesh is not None and isinstance(params["mesh"], AbstractMesh):
+            params = params | {"mesh": compat.twin(mesh, AxisType.Auto)}
+        return compat.bind(primitive, params, inputs)
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], bits: BitsMaker | None) -> list[Any]:
+def _evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], bits: BitsMaker | None, mesh: Mesh | None
+) -> list[Any]:
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -157,9 +214,43 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], bits: 
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        out = apply(eqn.primitive, eqn.params, [read(v) for v in eqn.invars], bits)
+        out = apply(eqn, [read(v) for v in eqn.invars], bits, mesh)
         env.update(zip(eqn.outvars, out, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _unplaced(value: Any, mesh: Mesh | None) -> Any:
+    """Parameters without the shardings and memory spaces of the trace, which the plan alone decides."""
+    if isinstance(value, dict):
+        return {k: None if k in _SHARDING_PARAMS else _unplaced(v, mesh) for k, v in value.items()}
+    if isinstance(value, tuple | list) and any(has_jaxpr(v) for v in value):
+        return type(value)(_unplaced(v, mesh) for v in value)
+    if isinstance(value, ClosedJaxpr) and _is_placed(value.jaxpr):
+        avals = map(_aval, value.jaxpr.invars)
+        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        return jax.make_jaxpr(lambda *xs: _evaluate(value.jaxpr, value.consts, xs, None, mesh))(*inputs)
+    return value
+
+
+_placed: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+
+
+def _is_placed(jaxpr: Jaxpr) -> bool:
+    """Whether some value in it has a place of its own, in its type or by an operation."""
+    found = _placed.get(jaxpr)
+    if found is None:
+        values = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+        found = _placed[jaxpr] = (
+            any(compat.has_place(v.aval) for v in values)
+            or any(eqn.primitive.name in _PLACING for eqn in jaxpr.eqns)
+            or any(_is_placed(inner) for eqn in jaxpr.eqns for p in eqn.params.values() for inner in inner_jaxprs(p))
+        )
+    return found
+
+
+def places_values(closed: ClosedJaxpr) -> bool:
+    """Whether a traced function says where some of its values are to be."""
+    return _is_placed(closed.jaxpr) or jaxpr_traits(closed.jaxpr).manual
 
 
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -169,8 +260,9 @@ def fence(x: Array, zero: Array) -> Array:
     """The same value, in a way that the compiler cannot see through.
 
     Within one program compilers contract ``a * b + c``, reassociate constants and skip roundings to bf16, which eager
-    execution, one program per operation, never does. An exclusive or with a zero that is known at run time only stops
-    them all, on every backend, and costs nothing beside memory traffic.
+    execution, one program per operation, never does. Adding to the bits a zero that is known at run time only stops
+    them all, on every backend, and costs nothing beside memory traffic. (Exclusive or would do, but two of them around
+    a choice between values cancel out.)
 
     Args:
         x: Any array; those that are not floating are returned as they are.
@@ -184,93 +276,7 @@ def fence(x: Array, zero: Array) -> Array:
         return x
     unsigned = _UINTS[x.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(x, unsigned)
-    return jax.lax.bitcast_convert_type(bits ^ zero.astype(unsigned), x.dtype)
-
-
-# --- what an operation does to values ---------------------------------------------------------------------------------
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-MOVEMENT = _names(
-    """
-    broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice dynamic_update_slice concatenate
-    pad gather unstack split copy copy_p select_n iota stop_gradient
-    """
-)
-_TRANSCENDENTAL = _names(
-    """
-    exp exp2 expm1 log log1p tanh sinh cosh sin cos tan asin acos atan asinh acosh atanh atan2 logistic pow cbrt erf
-    erfc erf_inv lgamma digamma polygamma igamma igammac random_gamma random_gamma_grad regularized_incomplete_beta
-    bessel_i0e bessel_i1e zeta
-    """
-)
-_ELEMENTWISE = _names(
-    """
-    abs neg sign floor ceil round is_finite sqrt rsqrt square integer_pow add sub mul div rem max min nextafter clamp
-    convert_element_type bitcast_convert_type reduce_precision complex real imag conj eq ne lt le gt ge eq_to lt_to
-    le_to add_any optimization_barrier sort top_k argmax argmin reduce_max reduce_min cummax cummin scatter while cond
-    scan random_bits random_split random_fold_in random_wrap random_unwrap random_seed threefry2x32
-    """
-)
-_EXACT = MOVEMENT | _TRANSCENDENTAL | _ELEMENTWISE
-
-
-def _inner_jaxprs(value: Any) -> Iterable[Jaxpr]:
-    if isinstance(value, ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, Jaxpr):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _inner_jaxprs(item)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Traits:
-    """What decides whether an operation's values can depend on how its arrays are split.
-
-    ``rounds``: it adds up floating values in an order that a compiler chooses. ``transcendental``: it uses functions
-    that compilers approximate, on CPUs by other instructions at the ends of rows than within.
-    """
-
-    rounds: bool
-    transcendental: bool
-
-    def __or__(self, other: "Traits") -> "Traits":
-        return Traits(self.rounds or other.rounds, self.transcendental or other.transcendental)
-
-
-_seen: weakref.WeakKeyDictionary[Jaxpr, Traits] = weakref.WeakKeyDictionary()
-
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and not compat.is_key_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def traits(primitive: Primitive, params: dict[str, Any], avals: Iterable[Any]) -> Traits:
-    """The traits of one operation, given the avals of its inputs and outputs."""
-    inner = [jaxpr for value in params.values() for jaxpr in _inner_jaxprs(value)]
-    out = Traits(False, primitive.name in _TRANSCENDENTAL)
-    called = primitive.name in _JIT or primitive.name in _BODY
-    if primitive.name not in _EXACT and not called and any(_is_float(a) for a in avals):
-        out = Traits(True, out.transcendental)
-    for jaxpr in inner:
-        out |= _jaxpr_traits(jaxpr)
-    return out
-
-
-def _jaxpr_traits(jaxpr: Jaxpr) -> Traits:
-    found = _seen.get(jaxpr)
-    if found is None:
-        found = Traits(False, False)
-        for eqn in jaxpr.eqns:
-            avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-            found |= traits(eqn.primitive, eqn.params, avals)
-        _seen[jaxpr] = found
-    return found
+    return jax.lax.bitcast_convert_type(bits + zero.astype(unsigned), x.dtype)
 
 
 # --- telling operations apart -----------------------------------------------------------------------------------------
@@ -322,7 +328,7 @@ def _freeze_jaxpr(jaxpr: Jaxpr) -> Any:
     heads = tuple((number(v), aval_key(v.aval)) for v in (*jaxpr.constvars, *jaxpr.invars))
     lines = tuple(
         (
-            freeze_op(eqn.primitive, eqn.params),
+            freeze_op(eqn),
             tuple(read(v) for v in eqn.invars),
             tuple((number(v), aval_key(v.aval)) for v in eqn.outvars),
         )
@@ -333,12 +339,14 @@ def _freeze_jaxpr(jaxpr: Jaxpr) -> Any:
     return found
 
 
-def freeze_op(primitive: Primitive, params: dict[str, Any]) -> Any:
+def freeze_op(op: Applied) -> Any:
     """A hashable stand-in for a primitive with its parameters; equal ones do the same to equal inputs."""
-    if primitive.name in _BODY:
+    primitive, params = op.primitive, op.params
+    context = compat.context_key(op.ctx), op.mesh if isinstance(op, Op) else None
+    if primitive.name in BODY:
         # The rest are rules of differentiation, which are new objects in every trace.
-        return primitive, freeze(params[_BODY[primitive.name]])
-    return primitive, tuple((name, freeze(value)) for name, value in sorted(params.items()))
+        return primitive, context, freeze(params[BODY[primitive.name]])
+    return primitive, context, tuple((name, freeze(value)) for name, value in sorted(params.items()))
 
 
 def freeze(value: Any) -> Any:

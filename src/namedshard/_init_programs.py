@@ -19,9 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from namedshard import _jaxcompat as compat
 from namedshard._init_bits import bits_maker
-from namedshard._init_jaxpr import MOVEMENT, Constant, Op, Ref, apply, fence, freeze_op
+from namedshard._init_jaxpr import Constant, Op, Ref, apply, fence, freeze_op
 from namedshard._init_split import Call
 from namedshard._init_tape import Recording, decode, word_count
+from namedshard._init_traits import MOVEMENT
 
 _QUIET_SECONDS = 1.0
 
@@ -122,7 +123,7 @@ def run_ops(call: Call, avals: Sequence[Any]) -> Callable[..., tuple[Array, ...]
 
         for op in call.ops:
             inputs = [read(ref, op.primitive.name not in MOVEMENT) for ref in op.inputs]
-            made.update(zip(op.outputs, apply(op.primitive, op.params, inputs, bits), strict=True))
+            made.update(zip(op.outputs, apply(op, inputs, bits, op.mesh), strict=True))
         return tuple(typed(made[v], avals[v]) for v in call.outputs)
 
     program.__name__ = program.__qualname__ = call.name
@@ -212,12 +213,12 @@ def eager_op(op: Op) -> Callable[..., list[Any]]:
 
     def make(_: concurrent.futures.Executor) -> Callable[..., list[Any]]:
         def run(*inputs: Any) -> list[Any]:
-            return apply(op.primitive, op.params, inputs, None)
+            return apply(op, inputs, None, op.mesh)
 
         run.__name__ = run.__qualname__ = f"init_{str(op.params.get('name', op.primitive.name)).strip('_')}"
         return jax.jit(run)
 
-    return _cache.get(("op", freeze_op(op.primitive, op.params), _settings()), make)[0]
+    return _cache.get(("op", freeze_op(op), _settings()), make)[0]
 
 
 def wait_for(programs: Sequence[Program]) -> None:
@@ -251,7 +252,7 @@ class ProgramReport:
         bytes_per_device: Bytes of one call's results on each device.
         temporary_bytes: Bytes that one call holds on each device beside its inputs and results.
         inexact: Its values could differ from eager ones in the last bit, since a sum or an approximated function in it
-            is split over devices; ``exact=True`` keeps it whole.
+            is split over devices or shares a program with other operations; ``exact=True`` keeps them apart and whole.
     """
 
     name: str

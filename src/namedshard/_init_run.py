@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,9 @@ from namedshard._init_programs import (
 )
 from namedshard._init_split import Call, Terms, batches, nbytes, shard_bytes, split
 from namedshard._init_tape import Recording, Tape, host_value, key_impl, word_count
-from namedshard._init_trace import Request, Traced, Wanted, plan_outputs, trace
+from namedshard._init_trace import Place, Request, Traced, Wanted, plan_outputs, trace
 from namedshard._mapping import AxisMapping
+from namedshard._moves import change_memory
 from namedshard._place import place_leaves
 
 _MOST_HERE = 1 << 20
@@ -75,7 +76,7 @@ class Recipe:
     wanted: Wanted
     refs: list[Ref | None]
     places: dict[int, NamedSharding | None]
-    elsewhere: dict[int, list[NamedSharding]]
+    elsewhere: dict[int, list[NamedSharding | str]]
     to_mesh: dict[int, NamedSharding]
     tape: Recording
     tape_places: dict[int, int]
@@ -156,16 +157,17 @@ def make_recipe(
     """Trace a call, cut it up, and start the compilations."""
     traced = trace(request)
     wanted = plan_outputs(traced, request, mapping, mesh, memory_kind)
-    graph = flatten(traced.closed, keep_jits=exact)
+    over = traced.mesh if isinstance(traced.mesh, Mesh) else None
+    graph = flatten(traced.closed, keep_jits=exact, mesh=over)
     refs = [None if slot is None else graph.outputs[slot] for slot in traced.slots]
     given: dict[int, Any] = dict(zip(graph.inputs, request.arrays, strict=True)) | graph.consts
     born: dict[int, NamedSharding | None] = {}
-    elsewhere: dict[int, list[NamedSharding]] = {}
+    elsewhere: dict[int, list[NamedSharding | str]] = {}
     kept = set(given)
-    for ref, want in zip(refs, wanted.shardings, strict=True):
+    for ref, want in zip(refs, wanted.places, strict=True):
         if isinstance(ref, int) and ref not in given:
             # Programs deliver to the devices' own memory; another kind is one more move.
-            born.setdefault(ref, None if want is None else NamedSharding(want.mesh, want.spec))
+            born.setdefault(ref, NamedSharding(want.mesh, want.spec) if isinstance(want, NamedSharding) else None)
             if want == born[ref]:
                 kept.add(ref)
             elif want is not None:
@@ -314,14 +316,14 @@ class Run:
     def _deliver(self) -> list[Any]:
         """The output leaves, in one batch of moves for those that are not in place. Equal values stay one array."""
         recipe, wanted = self._recipe, self._recipe.wanted
-        pending: dict[Any, tuple[Any, NamedSharding]] = {}
+        pending: dict[Any, tuple[Any, NamedSharding | str]] = {}
         paths: list[str] = []
         keys: list[Any] = []
-        for i, (ref, want) in enumerate(zip(recipe.refs, wanted.shardings, strict=True)):
+        for i, (ref, want) in enumerate(zip(recipe.refs, wanted.places, strict=True)):
             static = recipe.traced.statics[i] if ref is None else None
             given = isinstance(ref, int) and ref in self._given
             if (ref is None or given) and not wanted.planned[i]:
-                want = None
+                want = wanted.kinds[i]
             key = (("static", id(static)) if ref is None else ref, want)
             keys.append(key)
             if key in self._moved or key in pending:
@@ -338,10 +340,10 @@ class Run:
         self._moved |= _move(pending, paths)
         return [self._moved[key] for key in keys]
 
-    def _in_place(self, value: int, want: NamedSharding | None) -> bool:
+    def _in_place(self, value: int, want: Place) -> bool:
         return value in self._values and value in self._recipe.places and self._recipe.places[value] == want
 
-    def _output(self, ref: Ref, want: NamedSharding | None) -> Any:
+    def _output(self, ref: Ref, want: Place) -> Any:
         avals = self._recipe.graph.avals
         if isinstance(ref, Constant):
             with compat.no_context_mesh():
@@ -362,7 +364,11 @@ def _small(words: np.ndarray, aval: Any) -> Any:
     return jax.random.wrap_key_data(jnp.asarray(words.reshape(*aval.shape, -1)), impl=key_impl(aval.dtype))
 
 
-def _move(work: dict[Any, tuple[Any, NamedSharding]], paths: Sequence[str] | None = None) -> dict[Any, Any]:
+def _move(work: Mapping[Any, tuple[Any, NamedSharding | str]], paths: Sequence[str] | None = None) -> dict[Any, Any]:
     values = [x for x, _ in work.values()]
-    wanted = [(i, sharding) for i, (_, sharding) in enumerate(work.values())]
-    return dict(zip(work, place_leaves(paths or list(map(str, work)), values, wanted), strict=True))
+    wanted = [(i, to) for i, (_, to) in enumerate(work.values()) if not isinstance(to, str)]
+    moved = place_leaves(paths or list(map(str, work)), values, wanted)
+    for i, (x, to) in enumerate(work.values()):
+        if isinstance(to, str):
+            (moved[i],) = change_memory([x], to)
+    return dict(zip(work, moved, strict=True))

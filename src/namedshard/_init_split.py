@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from namedshard import _jaxcompat as compat
-from namedshard._init_jaxpr import Constant, Graph, Op, Ref, Traits, aval_key, freeze_op, literal_key, traits
+from namedshard._init_jaxpr import Constant, Graph, Op, Ref, aval_key, freeze_op, literal_key
 from namedshard._init_tape import Tape, has_words, is_small, word_count
+from namedshard._init_traits import MOVEMENT, Traits, is_float, single_rounding, traits
 from namedshard._mesh import MeshLike
 
 _FILLS = frozenset(
@@ -39,7 +40,8 @@ class Call:
     """One program to run: which words and arrays go in, which values come out, and where.
 
     ``key`` tells what is compiled, without the values' numbers. ``local``: the values could depend on how arrays are
-    split, so it runs operation by operation on one device, as eager execution does, and is distributed afterwards.
+    split or on what is compiled together, so it runs operation by operation on one device, as eager execution does, and
+    is distributed afterwards.
     ``inexact``: they could, but it is too large for that. ``fill``: it only repeats constants.
     """
 
@@ -118,10 +120,10 @@ def split(
         The small values, among them perhaps outputs, and the programs in an order in which they can run.
     """
     tape = Tape(graph)
-    ops = _separate_small(graph, set(readable), tape)
-    groups = _Groups(graph, ops, tape, wanted, terms)
+    ops, apart = _separate_small(graph, set(readable), tape)
+    groups = _Groups(graph, ops, tape, wanted, apart, terms)
 
-    known: dict[Any, tuple[bool, int]] = {}
+    known: dict[Any, tuple[bool, bool, int]] = {}
 
     def cut(some: Sequence[Op], results: Mapping[int, NamedSharding | None]) -> Call:
         return _call(graph, tape, some, results, groups.fills, terms, known)
@@ -133,16 +135,24 @@ def split(
     return tape, _pack(calls, cut, graph, terms)
 
 
-def _separate_small(graph: Graph, readable: set[int], tape: Tape) -> list[Op]:
-    """Put on the tape what is small and needed by others; returns the other operations that are needed at all."""
+def _separate_small(graph: Graph, readable: set[int], tape: Tape) -> tuple[list[Op], set[int]]:
+    """Put on the tape what is small and needed by others.
+
+    Returns:
+        The other operations that are needed at all; and those of their values that are small and needed by others, but
+        come out otherwise on a tape than by eager execution.
+    """
     avals = graph.avals
     small = {v for v in (*graph.inputs, *graph.consts) if is_small(avals[v]) and (v in readable or v in graph.consts)}
-    small_ops: set[int] = set()
+    small_ops, apart = set[int](), set[int]()
     for i, op in enumerate(graph.ops):
         inputs_small = all(has_words(r.aval) if isinstance(r, Constant) else r in small for r in op.inputs)
         if inputs_small and not op.effects and all(is_small(avals[v], op.primitive.name) for v in op.outputs):
-            small_ops.add(i)
-            small.update(op.outputs)
+            if single_rounding(op.primitive, op.params, _avals(graph, op)):
+                small_ops.add(i)
+                small.update(op.outputs)
+            else:
+                apart.update(op.outputs)
     needed, consumed = set(_values(graph.outputs)), set[int]()
     on_tape: list[Op] = []
     rest: list[Op] = []
@@ -162,17 +172,24 @@ def _separate_small(graph: Graph, readable: set[int], tape: Tape) -> list[Op]:
             tape.add_constant(value, content)
     for op in reversed(on_tape):
         tape.add_op(op)
-    return rest[::-1]
+    return rest[::-1], apart & consumed
 
 
 class _Groups:
     """The operations of each program, as positions in the list of operations."""
 
     def __init__(
-        self, graph: Graph, ops: Sequence[Op], tape: Tape, wanted: Mapping[int, NamedSharding | None], terms: Terms
+        self,
+        graph: Graph,
+        ops: Sequence[Op],
+        tape: Tape,
+        wanted: Mapping[int, NamedSharding | None],
+        apart: Iterable[int],
+        terms: Terms,
     ):
         self._graph, self._ops, self._wanted, self._terms = graph, ops, wanted, terms
-        self.places: dict[int, NamedSharding | None] = dict(wanted)
+        everywhere = None if terms.mesh is None else NamedSharding(terms.mesh, PartitionSpec())
+        self.places: dict[int, NamedSharding | None] = dict.fromkeys(apart, everywhere) | dict(wanted)
         self.users: dict[int, set[int]] = collections.defaultdict(set)
         self._makers = {v: i for i, op in enumerate(ops) for v in op.outputs}
         self.fills: set[int] = set()
@@ -282,7 +299,7 @@ def _call(
     wanted: Mapping[int, NamedSharding | None],
     fills: set[int],
     terms: Terms,
-    known: dict[Any, tuple[bool, int]],
+    known: dict[Any, tuple[bool, bool, int]],
 ) -> Call:
     words: list[Ref] = []
     numbers: dict[Any, int] = {}
@@ -313,13 +330,13 @@ def _call(
         for value in op.outputs:
             made[value] = len(made)
         outs = tuple(aval_key(graph.avals[v]) for v in op.outputs)
-        lines.append((freeze_op(op.primitive, op.params), inputs, outs))
+        lines.append((freeze_op(op), inputs, outs))
     outputs, shardings = tuple(wanted), tuple(wanted.values())
     key = tuple(lines), tuple(made[v] for v in outputs), shardings
     if key not in known:
-        known[key] = _depends_on_split(graph, ops, wanted, fills, terms)
-    unsplittable, size = known[key]
-    local = unsplittable and (terms.can_gather or not arrays) and size <= terms.local_limit
+        known[key] = _depends_on_split(graph, ops, wanted, arrays, fills, terms)
+    unsplittable, manual, size = known[key]
+    local = unsplittable and (terms.can_gather or not arrays) and (manual or size <= terms.local_limit)
     fill = fills.issuperset(made)
     return Call(
         key,
@@ -331,7 +348,7 @@ def _call(
         shardings,
         fill=fill,
         local=local,
-        inexact=unsplittable and not local,
+        inexact=(unsplittable and not local) or _apart_from_its_jit(graph, ops),
     )
 
 
@@ -404,19 +421,38 @@ def _name(ops: Sequence[Op]) -> str:
     return f"init_{jits[0] if jits else ops[-1].primitive.name}"
 
 
+def _avals(graph: Graph, op: Op) -> list[Any]:
+    inputs = (r.aval if isinstance(r, Constant) else graph.avals[r] for r in op.inputs)
+    return [*inputs, *(graph.avals[v] for v in op.outputs)]
+
+
+def _approximates(ref: Ref, op: Op, graph: Graph, exempt: Container[int]) -> bool:
+    """Whether an operation is a function of a floating input; single numbers only matter to single numbers."""
+    aval = ref.aval if isinstance(ref, Constant) else graph.avals[ref]
+    if not is_float(aval) or (not isinstance(ref, Constant) and ref in exempt):
+        return False
+    return math.prod(aval.shape) > 1 or all(math.prod(graph.avals[v].shape) <= 1 for v in op.outputs)
+
+
 def _depends_on_split(
     graph: Graph,
     ops: Sequence[Op],
     wanted: Mapping[int, NamedSharding | None],
+    arrays: Container[int],
     fills: set[int],
     terms: Terms,
-) -> tuple[bool, int]:
-    """Whether values could differ from those of eager execution in the last bit, and the bytes of the largest."""
+) -> tuple[bool, bool, int]:
+    """Whether values could differ from eager ones in the last bit, whether operations split them, their most bytes."""
     found = Traits(False, False)
     size = 0
+    chained = False
     for op in ops:
-        avals = [r.aval if isinstance(r, Constant) else graph.avals[r] for r in op.inputs]
-        found |= traits(op.primitive, op.params, [*avals, *(graph.avals[v] for v in op.outputs)])
+        of_op = traits(op.primitive, op.params, _avals(graph, op))
+        # Approximations come out otherwise in a loop together with other operations; not so draws from keys.
+        exempt = arrays if len(ops) == 1 else ()
+        chained |= of_op.transcendental and any(_approximates(r, op, graph, exempt) for r in op.inputs)
+        chained |= of_op.contracts and any(isinstance(r, Constant) or r not in exempt for r in op.inputs)
+        found |= of_op
         size = max([size, *(nbytes(graph.avals[v]) for v in op.outputs if v not in fills)])
     shapes = {graph.avals[v].shape for v in wanted}
     shards = [(graph.avals[v].shape, s) for v, s in wanted.items() if s is not None]
@@ -426,4 +462,10 @@ def _depends_on_split(
         between = {graph.avals[v].shape for op in ops for v in op.outputs if v not in fills} - shapes
         rows += [shape[-1] for shape in between if math.prod(shape) > 1]
     ragged = terms.on_cpu and found.transcendental and any(n % VECTOR for n in rows)
-    return found.rounds or ragged, size
+    return found.rounds or chained or ragged or found.manual, found.manual, size
+
+
+def _apart_from_its_jit(graph: Graph, ops: Sequence[Op]) -> bool:
+    """Whether several operations here are ones that eager execution would run as parts of one jit."""
+    computing = [op for op in ops if op.primitive.name not in MOVEMENT and any(map(is_float, _avals(graph, op)))]
+    return len(computing) > 1 and any(op.opened for op in computing)

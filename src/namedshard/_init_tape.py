@@ -170,7 +170,7 @@ class _Kind:
             decode(jax.lax.dynamic_slice(words, (places[i],), (word_count(aval),)), aval)
             for i, aval in enumerate(self.inputs)
         ]
-        out = apply(self.op.primitive, self.op.params, values, None)
+        out = apply(self.op, values, None)
         made = jnp.concatenate([encode(v, aval) for v, aval in zip(out, self.outputs, strict=True)])
         return jax.lax.dynamic_update_slice(words, made, (places[-1],))
 
@@ -235,7 +235,7 @@ class Tape:
                 return
         inputs = tuple(r.aval if isinstance(r, Constant) else self._avals[r] for r in op.inputs)
         outputs = tuple(self._avals[v] for v in op.outputs)
-        key = (freeze_op(op.primitive, op.params), tuple(map(aval_key, inputs)), tuple(map(aval_key, outputs)))
+        key = (freeze_op(op), tuple(map(aval_key, inputs)), tuple(map(aval_key, outputs)))
         if key not in self._kinds:
             self._kinds[key] = len(self._branches)
             self._branches.append(_Kind(op, inputs, outputs))

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,11 +14,12 @@ from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DeletedArrayError, message
+from namedshard._init_jaxpr import places_values
 from namedshard._leaves import named_leaves, path_string
 from namedshard._mapping import AxisMapping, current_mapping
 from namedshard._mesh import MeshLike, context_mesh
 from namedshard._plan import plan_leaves
-from namedshard._statics import static_key
+from namedshard._statics import held_values, number_types, static_key
 from namedshard._types import PyTreeDef, Tracer
 
 _KEYED_BYTES = 4096
@@ -111,7 +112,7 @@ class Request:
                 parts.append((leaf.dtype, leaf.shape, leaf.tobytes()))
             else:
                 parts.append(static_key(leaf))
-        out = self.treedef, tuple(parts)
+        out = self.treedef, number_types(held_values(self.treedef)), tuple(parts)
         try:
             hash(out)
         except TypeError as error:
@@ -130,13 +131,27 @@ def _auto_context() -> contextlib.AbstractContextManager[Any]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Traced:
-    """A traced call. ``slots`` has, for each output leaf, its place among the jaxpr's outputs, or None for a static."""
+    """A traced call.
+
+    Attributes:
+        closed: What was traced.
+        treedef: The structure of the output.
+        statics: The output's leaves that are not traced.
+        slots: For each output leaf its place among the jaxpr's outputs, or None for a static.
+        structs: The output's leaves, with arrays described.
+        on_host: Whether the function itself leaves an output in host memory.
+        specs: How the function itself splits an output over the Explicit axes in force, if it does.
+        mesh: The mesh in force.
+    """
 
     closed: ClosedJaxpr
     treedef: PyTreeDef
     statics: list[Any]
     slots: list[int | None]
     structs: list[Any]
+    on_host: list[bool]
+    specs: list[PartitionSpec | None]
+    mesh: MeshLike | None
 
     @property
     def described(self) -> PyTree:
@@ -144,39 +159,71 @@ class Traced:
         return jax.tree_util.tree_unflatten(self.treedef, self.structs)
 
 
-def trace(request: Request) -> Traced:
-    """Trace a call. Nothing is computed."""
-    statics: list[Any] = []
-    slots: list[int | None] = []
-    treedefs: list[Any] = []
+@dataclasses.dataclass(slots=True, eq=False)
+class _Flat:
+    """The function from flat arrays to flat arrays, and what its last call found beside them."""
 
-    def flat(*arrays: Any) -> list[Any]:
-        leaves, treedef = jax.tree_util.tree_flatten(request.run(arrays))
-        treedefs.append(treedef)
-        traced: list[Any] = []
+    request: Request
+    statics: list[Any] = dataclasses.field(default_factory=list[Any])
+    slots: list[int | None] = dataclasses.field(default_factory=list[int | None])
+    treedef: Any = None
+
+    def jaxpr(self, *, typed: bool = False) -> ClosedJaxpr:
+        """Trace it; ``typed``: with arguments that lie on the Explicit axes in force as they do."""
+        mesh = context_mesh() if typed else None
+        return jax.make_jaxpr(self._call)(*(_described(x, mesh) for x in self.request.arrays))
+
+    def _call(self, *arrays: Any) -> list[Any]:
+        with compat.keep_inlined_jits():
+            leaves, self.treedef = jax.tree_util.tree_flatten(self.request.run(arrays))
+        self.statics, self.slots, traced = [], [], list[Any]()
         for leaf in leaves:
             is_traced = isinstance(leaf, Tracer)
-            slots.append(len(traced) if is_traced else None)
-            statics.append(None if is_traced else leaf)
+            self.slots.append(len(traced) if is_traced else None)
+            self.statics.append(None if is_traced else leaf)
             if is_traced:
                 traced.append(leaf)
         return traced
 
-    inputs = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False))) for x in request.arrays
-    ]
-    with _auto_context():
-        closed = jax.make_jaxpr(flat)(*inputs)
+
+def _described(x: Any, mesh: MeshLike | None) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None) if mesh is not None else None
+    on_it = isinstance(sharding, NamedSharding) and sharding.mesh.axis_types and sharding.mesh == mesh
+    weak = bool(getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if on_it else None, weak_type=weak)
+
+
+def trace(request: Request) -> Traced:
+    """Trace a call. Nothing is computed."""
+    flat = _Flat(request)
+    mesh = context_mesh()
+    explicit = mesh is not None and compat.any_explicit(mesh)
+    closed: Any = None
+    typed: Any = None
+    # What asks for a sharding by Explicit axes can't be traced on Auto ones. It fails for other reasons too; the error
+    # to show is then that of the user's own context.
+    with contextlib.suppress(Exception) if explicit else contextlib.nullcontext(), _auto_context():
+        closed = flat.jaxpr()
+    if closed is None:
+        closed = typed = flat.jaxpr(typed=True)
+    elif explicit and places_values(closed):
+        with contextlib.suppress(Exception):
+            typed = _Flat(request).jaxpr(typed=True)
     structs: list[Any] = []
-    for static, slot in zip(statics, slots, strict=True):
-        if slot is None:
-            structs.append(static)
-        else:
-            aval: Any = closed.out_avals[slot]
-            structs.append(
-                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
-            )
-    return Traced(closed, treedefs[-1], statics, slots, structs)
+    on_host: list[bool] = []
+    specs: list[PartitionSpec | None] = []
+    for static, slot in zip(flat.statics, flat.slots, strict=True):
+        aval: Any = None if slot is None else closed.out_avals[slot]
+        weak = bool(getattr(aval, "weak_type", False))
+        structs.append(static if slot is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak))
+        on_host.append(slot is not None and compat.space_of_type(aval) == compat.space_of_kind("pinned_host"))
+        specs.append(None if slot is None or typed is None else _spec_of(typed.out_avals[slot]))
+    return Traced(closed, flat.treedef, flat.statics, flat.slots, structs, on_host, specs, mesh)
+
+
+def _spec_of(aval: Any) -> PartitionSpec | None:
+    spec = getattr(getattr(aval, "sharding", None), "spec", PartitionSpec())
+    return spec if any(entry is not None for entry in spec) else None
 
 
 # --- where results are wanted -----------------------------------------------------------------------------------------
@@ -215,12 +262,20 @@ def _sharding_like(path: tuple[Any, ...], shape: tuple[int, ...], known: Any) ->
     return longest[0] if all(s.is_equivalent_to(longest[0], len(shape)) for s in longest) else None
 
 
+Place: TypeAlias = NamedSharding | str | None
+"""A sharding; or the device that makes it, in its own memory (None) or in that of the memory kind named."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """For each output leaf its sharding (None: one device), whether the mapping asked for it, and its leaf path."""
+    """For each output leaf where it is wanted and whether the mapping asked for that.
 
-    shardings: list[NamedSharding | None]
+    ``kinds`` are the memory kinds that the function itself leaves outputs in, where no other was asked for.
+    """
+
+    places: list[Place]
     planned: list[bool]
+    kinds: list[str | None]
     paths: list[str]
 
 
@@ -230,28 +285,44 @@ def plan_outputs(
     """Where each output leaf is wanted.
 
     Named leaves go where the mapping wants them. Others, and all without a mapping, follow the input that has their
-    path and shape (the moments of an optimizer follow the parameters); the rest is replicated on the mesh.
+    path and shape (the moments of an optimizer follow the parameters); the rest is replicated on the mesh. What the
+    function splits over Explicit axes in force is split so, and what it leaves in host memory is wanted there.
     """
+    kinds = [memory_kind or ("pinned_host" if on_host else None) for on_host in traced.on_host]
     shardings: list[NamedSharding | None] = [None] * len(traced.structs)
     if mesh is not None:
         leaves = named_leaves(traced.described)
         given = mapping or AxisMapping()
         plan = plan_leaves(leaves, traced.treedef, given, mesh, memory_kind=memory_kind, manual=frozenset())
         for i, (leaf, planned) in enumerate(zip(leaves, plan.leaves, strict=True)):
-            if planned.spec is not None and (mapping is not None or leaf.own is not None):
-                shardings[i] = plan.sharding_of(planned)
-    wanted = list(shardings)
+            sharding = plan.sharding_of(planned)
+            if sharding is not None and (mapping is not None or leaf.own is not None):
+                kind = kinds[i]
+                shardings[i] = sharding if kind is None else sharding.with_memory_kind(kind)
+    wanted: list[Place] = list(shardings)
     known = _followed(request, mesh)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.described)[0]]
     for i, (struct, slot) in enumerate(zip(traced.structs, traced.slots, strict=True)):
         if wanted[i] is not None or slot is None:
             continue
+        kind, spec = kinds[i], traced.specs[i]
         found = _sharding_like(paths[i], tuple(struct.shape), known) if known else None
-        if found is not None:
-            wanted[i] = found if memory_kind is None else found.with_memory_kind(memory_kind)
+        if spec is not None and _alike(mesh, traced.mesh):
+            assert mesh is not None
+            wanted[i] = NamedSharding(mesh, spec, memory_kind=kind)
+        elif found is not None:
+            wanted[i] = found if kind is None else found.with_memory_kind(kind)
         elif mesh is not None:
-            wanted[i] = NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind)
-    return Wanted(wanted, [s is not None for s in shardings], [path_string(p) for p in paths])
+            wanted[i] = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+        else:
+            wanted[i] = kind
+    own = [k if memory_kind is None else None for k in kinds]
+    return Wanted(wanted, [s is not None for s in shardings], own, [path_string(p) for p in paths])
+
+
+def _alike(a: MeshLike | None, b: MeshLike | None) -> bool:
+    """Whether a spec for one mesh means the same on another."""
+    return a is not None and b is not None and dict(a.shape) == dict(b.shape)
 
 
 def surroundings() -> Hashable:

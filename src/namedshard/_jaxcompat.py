@@ -18,6 +18,7 @@ from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
 from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from namedshard._types import Device, Tracer
@@ -181,6 +182,13 @@ def space_of_type(aval: Any) -> Any:
     return getattr(aval, "memory_space", DEVICE_SPACE)
 
 
+def has_place(aval: Any) -> bool:
+    """Whether a type says where the array is: in host memory, or split over Explicit axes."""
+    sharding = getattr(aval, "sharding", None)
+    explicit = sharding is not None and not sharding.mesh.empty and any_explicit(sharding.mesh)
+    return explicit or space_of_type(aval) == jax.memory.Space.Host
+
+
 DEVICE_SPACE = jax.memory.Space.Device
 HOST_IN_HLO = "S(5)"
 """How XLA writes the host's memory space in a layout."""
@@ -208,9 +216,85 @@ def as_weak(x: Any) -> Any:
 
 def run_equation(eqn: Any, values: list[Any]) -> list[Any]:
     """The outputs of one equation of a jaxpr on given inputs, as a custom interpreter runs it."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        return bind(eqn.primitive, eqn.params, values)
+
+
+def bind(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
+    """The outputs of a primitive with the parameters that a jaxpr holds; some keep their functions among them."""
+    bound = primitive.get_bind_params(params)
     # Up to jax 0.9 a pair with the functions among the parameters.
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    with eqn.ctx.manager:
-        out = eqn.primitive.bind(*functions, *values, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
+    out = primitive.bind(*functions, *values, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def as_traced(ctx: Any) -> Generator[None, None, None]:
+    """The options that an equation was traced under; the mesh in force stays."""
+    mesh = _holders.abstract_mesh_context_manager.get_local()
+    with ctx.manager:
+        traced_under = _holders.abstract_mesh_context_manager.swap_local(mesh)
+        try:
+            yield
+        finally:
+            _holders.abstract_mesh_context_manager.set_local(traced_under)
+
+
+def context_key(ctx: Any) -> Hashable:
+    """What tells the options of two equations apart, the mesh aside."""
+    metadata = ctx.xla_metadata
+    return ctx.compute_type, ctx.threefry_partitionable, tuple(sorted(metadata.items())) if metadata else None
+
+
+_staging_rules: dict[Any, Any] = _partial_eval.custom_staging_rules
+_JIT = next(p for p in _staging_rules if p.name in ("jit", "pjit"))
+_PER_ARGUMENT = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+
+
+class _Kept(threading.local):
+    trace: Any = None
+
+
+_kept = _Kept()
+_keeping = 0
+_keeping_lock = threading.Lock()
+_inline_or_not = _staging_rules[_JIT]
+
+
+def _stage_jit(trace: Any, source_info: Any, *args: Any, **params: Any) -> Any:
+    if trace is not _kept.trace or params["compiler_options_kvs"] or not is_inlined(params):
+        return _inline_or_not(trace, source_info, *args, **params)
+    return trace.default_process_primitive(_JIT, args, params, source_info=source_info)
+
+
+def is_inlined(params: dict[str, Any]) -> bool:
+    """True for the parameters of a ``jit`` that tracing puts its operations in the place of."""
+    # An enum from jax 0.11 on.
+    inline = getattr(params["inline"], "name", params["inline"]) in (True, "JAX_EARLY")
+    plain = all(x is None or type(x).__name__ == "UnspecifiedValue" for name in _PER_ARGUMENT for x in params[name])
+    return inline and plain
+
+
+@contextlib.contextmanager
+def keep_inlined_jits() -> Generator[None, None, None]:
+    """Leave every ``jit`` of what is being traced an equation, also those of ``jax.numpy`` that tracing opens.
+
+    Eager execution compiles each as one program, within which the compiler knows literals and fuses operations. Only
+    the trace in force is concerned: what nested functions are traced to is cached by JAX for others.
+    """
+    global _keeping, _inline_or_not
+    with _keeping_lock:
+        if not _keeping:
+            _inline_or_not = _staging_rules[_JIT]
+            _staging_rules[_JIT] = _stage_jit
+        _keeping += 1
+    outer, _kept.trace = _kept.trace, _core.trace_ctx.trace
+    try:
+        yield
+    finally:
+        _kept.trace = outer
+        with _keeping_lock:
+            _keeping -= 1
+            if not _keeping:
+                _staging_rules[_JIT] = _inline_or_not
