@@ -65,8 +65,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "_init_split",
             "_init_tape",
             "_init_trace",
+            "_init_traits",
         },
-        {"compile", "errors", "jax", "leaves", "mapping", "mesh", "place", "plan"},
+        {"compile", "errors", "jax", "leaves", "mapping", "mesh", "moves", "place", "plan"},
     ),
     "offload": ({"_offload", "_offload_budget"}, {"errors", "gather", "jax", "leaves", "mesh", "moves"}),
     "checkpoints": (
