@@ -48,10 +48,10 @@ def case_another_mapping() -> None:
         out_of_step(lambda: ns.shard({"w": x()}, mapping, OTHER)),
         [
             "shard: the processes make different calls; the first difference is",
-            f"  process 0: ['w']: float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
-            f" to {P(None, 'y', None)} of {AXES} {ON_OTHER}",
-            f"  process 1: ['w']: float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
-            f" to {P('x', None, None)} of {AXES} {ON_OTHER}",
+            f"  process 0: ['w']: float32[24,24,2] from {P('x', 'y')} of {AXES} {ON_ALL}"
+            f" to {P(None, 'y')} of {AXES} {ON_OTHER}",
+            f"  process 1: ['w']: float32[24,24,2] from {P('x', 'y')} of {AXES} {ON_ALL}"
+            f" to {P('x')} of {AXES} {ON_OTHER}",
             f"  fix: {SAME}",
         ],
     )
@@ -72,8 +72,8 @@ def case_another_tree() -> None:
         [
             "shard: the processes make different calls; the first difference is",
             "  process 0: no more leaves",
-            f"  process 1: ['b']: float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
-            f" to {P('x', 'y', None)} of {AXES} {ON_OTHER}",
+            f"  process 1: ['b']: float32[24,24,2] from {P('x', 'y')} of {AXES} {ON_ALL}"
+            f" to {P('x', 'y')} of {AXES} {ON_OTHER}",
             f"  fix: {SAME}",
         ],
     )
@@ -106,7 +106,7 @@ def case_another_function() -> None:
 
 def case_another_keeper_and_budget() -> None:
     lines = out_of_step(lambda: ns.to_host(x(), process=1 if ME == 1 else 0))
-    source = f": float32[24,24,2] from {P('x', 'y', None)} of {AXES} {ON_ALL}"
+    source = f": float32[24,24,2] from {P('x', 'y')} of {AXES} {ON_ALL}"
     equal(lines[1:3], [f"  process 0: (root){source} to process 0", f"  process 1: (root){source} to process 1"])
     lines = out_of_step(lambda: ns.to_host(x(), budget=100 if ME == 1 else 200))
     equal(lines[1:3], ["  process 0 calls to_host(budget=200)", "  process 1 calls to_host(budget=100)"])
