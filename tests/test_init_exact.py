@@ -83,7 +83,23 @@ def _scaled_by_small_values(key: Any) -> Any:
     return [jr.normal(k, (64, 48)) * scale / jnp.linalg.norm(scale) for k in jr.split(key, 3)], scale
 
 
-AS_EAGER = [_low_rank, _needed_and_returned, _bent, _centred, _approximated, _scaled_by_small_values]
+def _with_derivatives_of_its_own(key: Any) -> Any:
+    centred, scaled = jax.custom_jvp(lambda x: x - jnp.mean(x)), jax.custom_vjp(lambda x: x / jnp.std(x))
+    centred.defjvp(lambda primals, tangents: (centred(*primals), tangents[0]))
+    scaled.defvjp(lambda x: (scaled(x), None), lambda _, g: (g,))
+    x = jr.normal(key, (100, 90))
+    return centred(x), scaled(x), scaled(centred(x))
+
+
+AS_EAGER = [
+    _low_rank,
+    _needed_and_returned,
+    _bent,
+    _centred,
+    _approximated,
+    _scaled_by_small_values,
+    _with_derivatives_of_its_own,
+]
 
 
 @pytest.mark.parametrize("exact", [False, True])

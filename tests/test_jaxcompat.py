@@ -260,6 +260,15 @@ def test_jits_of_numpy_stay_equations_where_they_are_kept() -> None:
     assert [compat.is_inlined(e.params) for e in (plain, whole, added)] == [False, True, True]
     assert [e.primitive.name for e in plain.params["jaxpr"].jaxpr.eqns] == ["reduce_sum", "div"]
     assert names(jnp.mean) == ["reduce_sum", "div"]
+    own = jax.custom_jvp(lambda y: jnp.mean(y))
+    own.defjvp(lambda primals, tangents: (own(*primals), jnp.mean(tangents[0])))
+
+    def in_place(x: Any) -> Any:
+        with compat.keep_inlined_jits():
+            return own(x)
+
+    assert names(in_place) == ["jit"]
+    assert names(lambda x: (in_place(x), own(x))) == ["jit", "custom_jvp_call"]
     found: list[Any] = []
     with pytest.raises(RuntimeError, match="planted"):
         jax.make_jaxpr(lambda x: _within(lambda: (found.append(names(jnp.mean)), x / 0), "planted"))(1.0)

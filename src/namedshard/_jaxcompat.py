@@ -281,7 +281,8 @@ def keep_inlined_jits() -> Generator[None, None, None]:
     """Leave every ``jit`` of what is being traced an equation, also those of ``jax.numpy`` that tracing opens.
 
     Eager execution compiles each as one program, within which the compiler knows literals and fuses operations. Only
-    the trace in force is concerned: what nested functions are traced to is cached by JAX for others.
+    the trace in force is concerned: what nested functions are traced to is cached by JAX for others. Functions with
+    derivatives of their own are called in place, and so belong to it.
     """
     global _keeping, _inline_or_not
     with _keeping_lock:
@@ -289,10 +290,13 @@ def keep_inlined_jits() -> Generator[None, None, None]:
             _inline_or_not = _staging_rules[_JIT]
             _staging_rules[_JIT] = _stage_jit
         _keeping += 1
-    outer, _kept.trace = _kept.trace, _core.trace_ctx.trace
+    outer, trace = _kept.trace, _core.trace_ctx.trace
+    in_place, trace.requires_low = trace.requires_low, True
+    _kept.trace = trace
     try:
         yield
     finally:
+        trace.requires_low = in_place
         _kept.trace = outer
         with _keeping_lock:
             _keeping -= 1
