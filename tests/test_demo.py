@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +12,7 @@ import haliax.partitioning
 import jax
 import numpy as np
 import pytest
+from demo import BEGINNING, SCRIPT, load
 from jax.sharding import AxisType, Mesh, NamedSharding
 from safetensors.numpy import load_file
 
@@ -21,19 +21,12 @@ import namedshard as ns
 # The older Haliax uses it in `dot`.
 pytestmark = pytest.mark.filterwarnings("ignore:jax.core.is_constant_dim is deprecated:DeprecationWarning")
 
-DEMO = Path(__file__).parent.parent / "examples" / "embed_sentences.py"
-BEGINNING = [0.126535, -0.032851, -0.029060, 0.044407]
 COSINES = {(0, 1): 0.58939, (0, 2): 0.03079}
 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("embed_sentences", DEMO)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load()
 
 
 def mesh(data: int, model: int) -> Mesh:
@@ -49,7 +42,7 @@ def embed(demo: ModuleType, model: Any, sentences: list[str], on: Mesh) -> np.nd
 
 def test_the_script_prints_the_right_numbers() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | {"COLUMNS": "100"}
-    done = subprocess.run([sys.executable, str(DEMO)], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = done.stdout
     assert "   1   1.00000  0.58939  0.03079\n   2   0.58939  1.00000" in said

@@ -210,6 +210,7 @@ def _row(
     if leaf.own is not None and any(name in leaf.own.rules for name in leaf.names or ()):
         why.append(f"carries its own mapping {dict(leaf.own.rules)!r}")
     told = tuple(w for w in (*why, planned.note) if w)
+    placement: Placement | None = None
     if stored is not None:
         now, route = stored.now, stored.left if planned.spec is None else stored.route
     else:
@@ -222,16 +223,15 @@ def _row(
             problems = (*problems, "the array was donated or deleted")
     if problems:
         return Row(planned.path, planned, now, "error", told, problems)
-    transient, across = (0, False) if stored is not None else _while_moving(leaf, planned, plan, memory_kind, staging)
-    kind = memory_kind if stored is not None else wanted_memory_kind(placement_of(leaf.value, staging), memory_kind)
+    if placement is None:
+        return Row(planned.path, planned, now, route, told, memory_kind=memory_kind)
+    transient, across = _while_moving(placement, planned, plan, memory_kind)
+    kind = wanted_memory_kind(placement, memory_kind)
     return Row(planned.path, planned, now, route, told, transient_bytes=transient, across=across, memory_kind=kind)
 
 
-def _while_moving(
-    leaf: Leaf, planned: LeafPlan, plan: Plan, memory_kind: str | None, staging: bool
-) -> tuple[int, bool]:
+def _while_moving(now: Placement, planned: LeafPlan, plan: Plan, memory_kind: str | None) -> tuple[int, bool]:
     """The most bytes on one device during a move, and whether it involves several processes."""
-    now = placement_of(leaf.value, staging)
     if planned.spec is None or planned.shape is None or now.kind == "traced" or not isinstance(plan.mesh, Mesh):
         return 0, False
     want = NamedSharding(plan.mesh, planned.spec, memory_kind=wanted_memory_kind(now, memory_kind))

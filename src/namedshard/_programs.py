@@ -132,9 +132,7 @@ class Program:
 
 
 def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
-    if isinstance(x, Tracer):
-        return x.aval
-    if isinstance(x, jax.Ref):
+    if isinstance(x, Tracer | jax.Ref):
         return x.aval
     weak = bool(getattr(x, "weak_type", False))
     sharding = placed if placed is not None or isinstance(x, jax.Array) else getattr(x, "sharding", None)

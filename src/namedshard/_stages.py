@@ -12,8 +12,8 @@ from namedshard._donation import can_be_deleted, check_live, check_shared
 from namedshard._errors import MismatchError, message
 from namedshard._mismatch import compare, mismatch_message
 from namedshard._place import place_leaves
+from namedshard._route import placement_of
 from namedshard._statics import held_values, number_types, static_key
-from namedshard._types import Tracer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,10 +29,6 @@ class OutputPlacement:
     path: str
     asked: NamedSharding | None
     got: Any
-
-
-def _is_committed(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed
 
 
 class _Stage:
@@ -71,7 +67,11 @@ class Compiled(_Stage):
         if program.donate:
             check_shared(program.name, arrays, program.donate, call.paths)
         # Where it was lowered for structs, an array that is committed elsewhere is a mismatch, as in a call.
-        moves = [(n, want) for n, want in call.moves if n in call.reshards or not _is_committed(arrays[n])]
+        moves = [
+            (n, want)
+            for n, want in call.moves
+            if n in call.reshards or not placement_of(arrays[n], staging=False).committed
+        ]
         values = place_leaves(call.paths, arrays, moves, program.donate) if moves else arrays
         try:
             out = self._stage(*values)
