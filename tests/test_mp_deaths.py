@@ -12,8 +12,8 @@ def test_one_process(case: str) -> None:
 
 
 def test_a_process_that_fails_and_lives() -> None:
-    multiprocess.run("deaths", [2, 2, 2], only="case_a_failure_in_a_move")
-    multiprocess.run("deaths", [2, 2, 2], only="case_a_failure_while_saving")
+    for case in ("in_a_move", "before_anything_is_sent", "while_saving"):
+        multiprocess.run("deaths", [2, 2, 2], only=f"case_a_failure_{case}")
 
 
 def test_the_first_process() -> None:

@@ -6,6 +6,7 @@ devices, and `exchange` where they do not.
 """
 
 import collections
+import contextlib
 import functools
 import hashlib
 import math
@@ -59,12 +60,14 @@ def _run(work: Sequence[moves.Move]) -> None:
     ways: dict[Route, list[moves.Move]] = collections.defaultdict(list)
     for move in work:
         ways[_way(move)].append(move)
-    for move in ways[Route.FROM_HOST]:
-        _from_host(move)
-    if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
-        moves.constrain_jit(compiled)
-    if exchanged := ways[Route.COLLECTIVE]:
-        _exchange_moves(exchanged)
+    waiting = ways[Route.CONSTRAIN_JIT] or ways[Route.COLLECTIVE]
+    with breaking_off() if waiting else contextlib.nullcontext():
+        for move in ways[Route.FROM_HOST]:
+            _from_host(move)
+        if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
+            moves.constrain_jit(compiled)
+        if exchanged := ways[Route.COLLECTIVE]:
+            _exchange_moves(exchanged)
 
 
 def _way(move: moves.Move) -> Route:
@@ -189,6 +192,8 @@ def exchange(
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
 
+    To be called within `breaking_off`, with all that leads to it after the processes have agreed to the call.
+
     Args:
         arrays: Global arrays (no typed keys).
         targets: For each, which devices want which box.
@@ -220,9 +225,8 @@ def exchange(
             for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
                 write(leaf, piece, box, read(leaf, piece, box))
     if schedule.streams or any(d.process_index == jax.process_index() for d in schedule.devices):
-        with breaking_off():
-            for phase in schedule.phases:
-                _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
+        for phase in schedule.phases:
+            _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
 
 
 def _slot(memory: np.ndarray, fragment: ex.Fragment, dtype: Any) -> np.ndarray:

@@ -1,5 +1,6 @@
 """`to_host` and `iter_to_host`: whole arrays as numpy, on every process or on one, in a bounded stream."""
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from namedshard import _exchange as ex
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DeletedArrayError, TracedMoveError, count_of, message
 from namedshard._leaves import Leaf, named_leaves
-from namedshard._sync import Line, agree
+from namedshard._sync import Line, agree, breaking_off
 from namedshard._types import Device, Tracer
 
 UNCOMMITTED = "uncommitted"
@@ -51,6 +52,10 @@ def _check(what: str, leaves: Sequence[Leaf], process: int | None) -> None:
                 fix="call it on the result, outside of compiled code",
             )
         )
+
+
+def _refuse_deleted(what: str, leaves: Sequence[Leaf]) -> None:
+    arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
     gone = [leaf.path for leaf in arrays if leaf.value.is_deleted()]
     if gone:
         raise DeletedArrayError(
@@ -90,20 +95,23 @@ def _fill(
 
 def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str) -> list[np.ndarray | None]:
     """The values of array leaves, on the keeping processes."""
+    # Found within the exchange, it would break off for good.
+    _refuse_deleted(what, leaves)
     keep = process is None or process == jax.process_index()
     with compat.no_context_mesh():
         own = set(range(len(leaves)))
         if jax.process_count() > 1:
             lines = [_line(leaf, process) for leaf in leaves]
             own = agree(what, lines, f"budget={budget}") | {i for i, n in enumerate(lines) if n.source == UNCOMMITTED}
-        arrays = [collective.raw(leaf.value) for leaf in leaves]
-        out = [np.empty(x.shape, x.dtype) if keep else None for x in arrays]
-        mine = sorted(own) if keep else []
-        devices = [(next(iter(arrays[i].sharding.addressable_devices)),) for i in mine]
-        _fill([arrays[i] for i in mine], devices, [out[i] for i in mine], budget)
         shared = [i for i in range(len(leaves)) if i not in own]
-        receivers = [_receivers(process, i) for i in shared]
-        _fill([arrays[i] for i in shared], receivers, [out[i] for i in shared], budget)
+        with breaking_off() if shared else contextlib.nullcontext():
+            arrays = [collective.raw(leaf.value) for leaf in leaves]
+            out = [np.empty(x.shape, x.dtype) if keep else None for x in arrays]
+            mine = sorted(own) if keep else []
+            devices = [(next(iter(arrays[i].sharding.addressable_devices)),) for i in mine]
+            _fill([arrays[i] for i in mine], devices, [out[i] for i in mine], budget)
+            receivers = [_receivers(process, i) for i in shared]
+            _fill([arrays[i] for i in shared], receivers, [out[i] for i in shared], budget)
     return out
 
 
@@ -129,7 +137,7 @@ def to_host(tree: PyTree, *, process: int | None = None, budget: int | str = "1G
         DeletedArrayError: An array was donated or deleted.
         TracedMoveError: An array is traced.
         OutOfStepError: The processes do not make the same call.
-        ExchangeError: Another process died.
+        ExchangeError: Another process died, or an earlier exchange broke off.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns
@@ -168,7 +176,7 @@ def iter_to_host(
         DeletedArrayError: An array was donated or deleted.
         TracedMoveError: An array is traced.
         OutOfStepError: The processes do not make the same call.
-        ExchangeError: Another process died.
+        ExchangeError: Another process died, or an earlier exchange broke off.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns
@@ -180,6 +188,7 @@ def iter_to_host(
     size = parse_bytes(budget)
     leaves = [leaf for leaf in named_leaves(tree) if isinstance(leaf.value, jax.Array | np.ndarray)]
     _check("iter_to_host", leaves, process)
+    _refuse_deleted("iter_to_host", leaves)
     return _stream(leaves, process, size)
 
 

@@ -149,6 +149,8 @@ class _Calls:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._boards: list[_Board] = []
+        self.broken = ""
+        """Why an exchange broke off, after which the devices' connections are of no more use."""
 
     def meet(self, client: Any, digest: bytes) -> tuple[_Board, str, int]:
         """This call's board and verdict, and how many calls of the others ended without this process."""
@@ -192,7 +194,10 @@ def agree(what: str, lines: Sequence[Line], note: str = "") -> frozenset[int]:
     Raises:
         OutOfStepError: A process does not make the call in time, or makes another one; names the first difference.
         HostValueError: Host values differ between processes.
+        ExchangeError: An earlier exchange broke off.
     """
+    if _calls.broken:
+        raise ExchangeError(_no_more(what, _calls.broken))
     call = f"{what}({note})" if note else what
     digest = hashlib.sha256(_encode(call, [dataclasses.replace(line, local=False) for line in lines])).digest()
     client = compat.coordination_client()
@@ -203,6 +208,8 @@ def agree(what: str, lines: Sequence[Line], note: str = "") -> frozenset[int]:
     if verdict == "same":
         return frozenset()
     if verdict != "differ":
+        if elsewhere := _broken_elsewhere():
+            raise ExchangeError(_no_more(what, elsewhere))
         raise OutOfStepError(_absent(what, _missing(verdict), missed))
     board.post(f"text/{jax.process_index()}", zlib.compress(_encode(call, lines)))
     texts = [board.read(f"text/{p}", grace=_GRACE) for p in range(jax.process_count())]
@@ -320,30 +327,36 @@ def watched(call: Callable[[], T]) -> T:
     while thread.is_alive():
         thread.join(1.0)
         if thread.is_alive() and (elsewhere := _broken_elsewhere()):
+            _calls.broken = elsewhere
             raise ExchangeError(_broke_off(elsewhere))
     if errors:
+        _tell(errors[0])
         raise ExchangeError(_broke_off(_first_line(errors[0]))) from errors[0]
     return results[0]
 
 
 @contextlib.contextmanager
 def breaking_off() -> Generator[None, None, None]:
-    """Tell the other processes if what is done here together with them fails here."""
+    """Tell the other processes if what is done here together with them fails here.
+
+    Those who wait for this process go no further, and no later exchange could tell their pieces from its own.
+    """
     try:
         yield
+    except ExchangeError:
+        raise
     except BaseException as error:
-        client = compat.coordination_client()
-        if client is not None and not isinstance(error, ExchangeError):
-            _tell(client, _first_line(error))
-        elif client is not None and error.__cause__ is not None:
-            _tell(client, _first_line(error.__cause__))
+        _tell(error)
         raise
 
 
-def _tell(client: Any, text: str) -> None:
+def _tell(error: BaseException) -> None:
+    _calls.broken = _first_line(error)
+    client = compat.coordination_client()
     # The service may be what died.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(f"{_BROKEN}{jax.process_index()}", text, allow_overwrite=True)
+        if client is not None:
+            client.key_value_set(f"{_BROKEN}{jax.process_index()}", _calls.broken, allow_overwrite=True)
 
 
 def _broken_elsewhere() -> str:
@@ -359,6 +372,14 @@ def _first_line(error: BaseException) -> str:
 def _broke_off(line: str) -> str:
     return message(
         "the exchange of arrays between processes broke off: a process died, or failed, or the network did",
+        [line],
+        fix="look for the first error among all processes, and start the job again",
+    )
+
+
+def _no_more(what: str, line: str) -> str:
+    return message(
+        f"{what}: an earlier exchange of arrays between processes broke off, and there can be no other in this job",
         [line],
         fix="look for the first error among all processes, and start the job again",
     )

@@ -6,17 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from multiprocess import die
 
 import namedshard as ns
 from mp.checkpoints import folder
 from mp.moves import PLACES
-from mp.tools import COUNT, ME, equal, message_of, named, put, together, values
+from mp.tools import COUNT, ME, equal, mesh, message_of, named, own, put, together, values
 from namedshard import _collective as collective
 
 # The cases are alone in their job, and its processes cannot meet at its end.
 ALONE = True
 VICTIM = COUNT - 1
+LAST = mesh((len(own(VICTIM)),), "x", devices=own(VICTIM))
 
 
 def at_step(number: int, what: Callable[[], None]) -> None:
@@ -55,6 +57,29 @@ def ends(call: Any) -> None:
     equal(kind in ("JaxRuntimeError", "ValueError"), True)
     equal(what.startswith("UNKNOWN: Gloo collective permute failed"), True)
     equal(lines[2:], ["  fix: look for the first error among all processes, and start the job again"])
+
+
+def broke_off(why: str) -> str:
+    return (
+        "the exchange of arrays between processes broke off: a process died, or failed, or the network did\n"
+        f"  {why}\n"
+        "  fix: look for the first error among all processes, and start the job again"
+    )
+
+
+def no_more(who: str) -> None:
+    """Check that whatever is called next is refused, and stay until all have: a process's end ends its connections."""
+    started = time.monotonic()
+    with ns.collective_timeout(5):
+        said = message_of(ns.ExchangeError, lambda: ns.to_host(big()))
+    equal(time.monotonic() - started < 30, True)
+    equal(
+        said,
+        "to_host: an earlier exchange of arrays between processes broke off, and there can be no other in this job\n"
+        f"  {who}MemoryError: no more of it\n"
+        "  fix: look for the first error among all processes, and start the job again",
+    )
+    together()
 
 
 def case_during_a_move() -> None:
@@ -103,14 +128,26 @@ def case_a_failure_in_a_move() -> None:
         equal(message_of(MemoryError, lambda: ns.shard(tree, mapping, where)), "no more of it")
     else:
         said = message_of(ns.ExchangeError, lambda: ns.shard(tree, mapping, where))
-        equal(
-            said,
-            "the exchange of arrays between processes broke off: a process died, or failed, or the network did\n"
-            f"  process {VICTIM}: MemoryError: no more of it\n"
-            "  fix: look for the first error among all processes, and start the job again",
-        )
-    # Its connection stays until it ends.
-    together()
+        equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
+    no_more("" if ME == VICTIM else f"process {VICTIM}: ")
+
+
+def case_a_failure_before_anything_is_sent() -> None:
+    """The others would wait for it; who has no part in the exchange comes to know at its next call."""
+    tree = {str(i): put(values(np.float32), LAST, P("x")) for i in range(2)}
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no more of it")
+
+    if ME == VICTIM:
+        collective.ex.schedule = fail
+        equal(message_of(MemoryError, lambda: ns.to_host(tree, process=0)), "no more of it")
+    elif ME == 0:
+        said = message_of(ns.ExchangeError, lambda: ns.to_host(tree, process=0))
+        equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
+    else:
+        equal(ns.to_host(tree, process=0), {"0": None, "1": None})
+    no_more("" if ME == VICTIM else f"process {VICTIM}: ")
 
 
 def case_a_failure_while_saving() -> None:
@@ -126,12 +163,7 @@ def case_a_failure_while_saving() -> None:
         equal(message_of(MemoryError, lambda: ns.save_safetensors(tree, path, budget="200KB")), "no more of it")
     else:
         said = message_of(ns.ExchangeError, lambda: ns.save_safetensors(tree, path, budget="200KB"))
-        equal(
-            said,
-            "the exchange of arrays between processes broke off: a process died, or failed, or the network did\n"
-            f"  process {VICTIM}: MemoryError: no more of it\n"
-            "  fix: look for the first error among all processes, and start the job again",
-        )
+        equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
     equal(path.read_bytes(), before)
     # Its connection stays until it ends.
     together()

@@ -26,10 +26,16 @@ from mp.tools import (
     own,
     put,
     same_bits,
+    together,
     values,
 )
 from namedshard import _collective as collective
 
+GONE = (
+    "iter_to_host: 1 of 1 leaf donated or deleted\n"
+    "  ['1']\n"
+    "  fix: keep the result of the call that the array was donated to"
+)
 PLACED = list(zip(DTYPES * 2, PLACES, strict=False))
 
 
@@ -125,7 +131,23 @@ def case_a_stream_has_one_array_at_a_time() -> None:
     for x in arrays.values():
         x.delete()
     # The second is asked for only now, and its source is gone on every process.
-    message_of(RuntimeError, lambda: next(stream))
+    equal(message_of(ns.DeletedArrayError, lambda: next(stream)), GONE)
+
+
+def case_a_stream_whose_source_is_gone_on_one_process() -> None:
+    arrays = {f"{i}": make(np.float32, "all") for i in range(3)}
+    stream: Iterator[Any] = ns.iter_to_host(arrays)
+    next(stream)
+    if ME == 1:
+        arrays["1"].delete()
+        equal(message_of(ns.DeletedArrayError, lambda: next(stream)), GONE)
+    else:
+        with ns.collective_timeout(3):
+            said = message_of(ns.OutOfStepError, lambda: next(stream)).splitlines()
+        equal(said[0], "iter_to_host: process 1 did not make this call within 3 s")
+    # Nothing was sent, so that the job can go on.
+    together()
+    equal(same_bits(ns.to_host(arrays["2"]), values(np.float32)), True)
 
 
 def case_no_such_process() -> None:
