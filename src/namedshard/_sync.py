@@ -24,6 +24,8 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import ExchangeError, HostValueError, LocalArrayError, OutOfStepError, at, message
 
 DEFAULT_TIMEOUT = 60.0
+GLANCE_S = 1.0
+"""How often one who waits looks up: whether it is interrupted, and whether the others are still there."""
 
 T = TypeVar("T")
 
@@ -95,8 +97,9 @@ class _Board:
     What is posted stands: the first verdict posted is the verdict of all processes, also of those that come later.
     """
 
-    def __init__(self, client: Any, number: int, deadline: float):
+    def __init__(self, client: Any, what: str, number: int, deadline: float):
         self._client = client
+        self._what = what
         self._base = f"namedshard/{number}"
         self._deadline = deadline
 
@@ -111,14 +114,23 @@ class _Board:
         return True
 
     def read(self, name: str, grace: float = 0.0) -> bytes | None:
-        """What another process posted, or None if it did not in time."""
-        left = max(0.001, self._deadline + grace - time.monotonic())
-        try:
-            return self._client.blocking_key_value_get_bytes(f"{self._base}/{name}", int(left * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
+        """What another process posted, or None if it did not in time.
+
+        Raises:
+            ExchangeError: An exchange in which this process had no part broke off.
+        """
+        end = self._deadline + grace
+        while True:
+            left = max(0.001, min(GLANCE_S, end - time.monotonic()))
+            try:
+                return self._client.blocking_key_value_get_bytes(f"{self._base}/{name}", int(left * 1000))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if elsewhere := _broken_elsewhere():
+                raise ExchangeError(_no_more(self._what, elsewhere))
+            if time.monotonic() >= end:
                 return None
-            raise
 
     def verdict(self, digest: bytes) -> str:
         """``"same"``, ``"differ"``, or ``"missing 1,3"``: the processes that did not make the call in time."""
@@ -152,12 +164,12 @@ class _Calls:
         self.broken = ""
         """Why an exchange broke off, after which the devices' connections are of no more use."""
 
-    def meet(self, client: Any, digest: bytes) -> tuple[_Board, str, int]:
+    def meet(self, client: Any, what: str, digest: bytes) -> tuple[_Board, str, int]:
         """This call's board and verdict, and how many calls of the others ended without this process."""
         deadline = time.monotonic() + _limit.seconds
         missed = 0
         while True:
-            board = _Board(client, next(self._numbers), deadline)
+            board = _Board(client, what, next(self._numbers), deadline)
             verdict = board.verdict(digest)
             # All have come to this call, so none of them still reads what earlier calls posted.
             if not verdict.startswith("missing"):
@@ -204,12 +216,10 @@ def agree(what: str, lines: Sequence[Line], note: str = "") -> frozenset[int]:
     if client is None:
         _agree_by_devices(what, digest)
         return frozenset()
-    board, verdict, missed = _calls.meet(client, digest)
+    board, verdict, missed = _calls.meet(client, what, digest)
     if verdict == "same":
         return frozenset()
     if verdict != "differ":
-        if elsewhere := _broken_elsewhere():
-            raise ExchangeError(_no_more(what, elsewhere))
         raise OutOfStepError(_absent(what, _missing(verdict), missed))
     board.post(f"text/{jax.process_index()}", zlib.compress(_encode(call, lines)))
     texts = [board.read(f"text/{p}", grace=_GRACE) for p in range(jax.process_count())]
@@ -325,7 +335,7 @@ def watched(call: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
-        thread.join(1.0)
+        thread.join(GLANCE_S)
         if thread.is_alive() and (elsewhere := _broken_elsewhere()):
             _calls.broken = elsewhere
             raise ExchangeError(_broke_off(elsewhere))

@@ -11,11 +11,10 @@ import jax
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import NamedShardError, OutOfStepError, message
+from namedshard._sync import GLANCE_S
 
 PATIENCE_S = 24 * 3600
 """How long to wait for processes that are still writing. The job itself notices, and ends, when one has died."""
-GLANCE_S = 1.0
-"""How often one who waits looks up: whether it is interrupted, and whether the others are still there."""
 
 _NUMBERS = "namedshard/save-number/"
 
