@@ -26,14 +26,15 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "specs": ({"_specs"}, {"errors", "leaves", "mapping", "mesh", "plan"}),
     "best effort": ({"_best_effort"}, {"mesh"}),
     "route": ({"_route"}, {"jax"}),
+    "breaks": ({"_breaks"}, {"errors", "jax", "mesh"}),
     "boxes": ({"_boxes"}, set()),
     "moves": ({"_moves"}, {"boxes", "errors", "jax", "mesh", "route"}),
-    "processes": ({"_collective", "_exchange", "_sync"}, {"boxes", "errors", "jax", "moves", "route"}),
+    "processes": ({"_collective", "_exchange", "_sync"}, {"boxes", "breaks", "errors", "jax", "moves", "route"}),
     "place": (
         {"_place"},
         {"errors", "jax", "leaves", "mapping", "mesh", "moves", "plan", "processes", "route"},
     ),
-    "gather": ({"_gather"}, {"errors", "jax", "leaves", "processes"}),
+    "gather": ({"_gather"}, {"breaks", "errors", "jax", "leaves", "processes"}),
     "report": ({"_report", "_table"}, {"errors", "mapping", "mesh", "plan"}),
     "explain": (
         {"_explain"},
@@ -53,7 +54,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "_unflatten",
             "_validate",
         },
-        {"errors", "jax", "leaves", "mapping", "mesh", "place", "plan", "route"},
+        {"breaks", "errors", "jax", "leaves", "mapping", "mesh", "place", "plan", "route"},
     ),
     "init": (
         {
@@ -67,7 +68,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "_init_trace",
             "_init_traits",
         },
-        {"compile", "errors", "jax", "leaves", "mapping", "mesh", "moves", "place", "plan"},
+        {"breaks", "compile", "errors", "jax", "leaves", "mapping", "mesh", "moves", "place", "plan"},
     ),
     "offload": ({"_offload", "_offload_budget"}, {"errors", "gather", "jax", "leaves", "mesh", "moves"}),
     "checkpoints": (
@@ -75,6 +76,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {
             "best effort",
             "boxes",
+            "breaks",
             "errors",
             "gather",
             "jax",

@@ -11,9 +11,20 @@ def test_one_process(case: str) -> None:
     assert job.seconds < 200
 
 
-def test_a_process_that_fails_and_lives() -> None:
-    for case in ("in_a_move", "before_anything_is_sent", "while_saving"):
-        multiprocess.run("deaths", [2, 2, 2], only=f"case_a_failure_{case}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "before_anything_is_sent",
+        "between_two_files_of_a_save",
+        "in_a_compiled_move",
+        "in_a_move",
+        "in_the_exchange_of_others_while_saving",
+        "when_all_have_agreed",
+        "while_saving",
+    ],
+)
+def test_a_process_that_fails_and_lives(case: str) -> None:
+    multiprocess.run("deaths", [2, 2, 2], only=f"case_a_failure_{case}")
 
 
 def test_the_first_process() -> None:

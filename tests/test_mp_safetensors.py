@@ -54,6 +54,10 @@ def test_saves_that_go_wrong() -> None:
     full = "No space left on device; what was there before is untouched\n  fix: free some space, or save elsewhere"
     assert first == [f"{cannot}it failed on process 1: {full}"] * 3
     assert last == [cannot + full] * 3
+    interrupted = job.returned(
+        "case_a_process_that_is_interrupted_in_a_file_of_its_own_goes_on_in_the_exchange_of_another"
+    )
+    assert interrupted == [broke_off(1, "KeyboardInterrupt", "24 KiB"), "KeyboardInterrupt: "]
     unfit = "tensor 'large': float32 values from 128.0 to 255.0 do not fit int8"
     assert job.returned("case_values_that_do_not_fit") == [
         broke_off(1, unfit, size="256 B"),

@@ -21,8 +21,9 @@ from namedshard import _boxes as boxes
 from namedshard import _exchange as ex
 from namedshard import _jaxcompat as compat
 from namedshard import _moves as moves
+from namedshard._breaks import breaking_off, meet, watched
 from namedshard._route import CHUNK_BYTES, Route
-from namedshard._sync import Line, agree, breaking_off, refuse_local, watched
+from namedshard._sync import Line, agree, refuse_local
 from namedshard._types import Device
 
 
@@ -38,36 +39,40 @@ def run(work: Sequence[moves.Move]) -> list[moves.Move]:
     """Carry out the moves that involve other processes; returns the rest, which are this process's own affair."""
     me = jax.process_index()
     spanning: list[moves.Move] = []
+    elsewhere: list[moves.Move] = []
     own: list[moves.Move] = []
     for move in work:
         involved = processes_of(move)
         if move.route in (Route.ANNOTATE, Route.KEEP, Route.TRACED) or involved == frozenset((me,)):
             own.append(move)
         elif len(involved) == 1:
-            with compat.no_context_mesh():
-                _nothing_here(move)
+            elsewhere.append(move)
         else:
             spanning.append(move)
-    if spanning:
-        with compat.no_context_mesh():
-            local = agree("shard", [_line(m) for m in spanning])
-            refuse_local("shard", [spanning[i].path for i in sorted(local)])
+    with compat.no_context_mesh():
+        if spanning:
             _run(spanning)
+        # Sources that are given up go last: the call may fail before.
+        for move in elsewhere:
+            _nothing_here(move)
     return own
 
 
 def _run(work: Sequence[moves.Move]) -> None:
+    # Whatever can fail on one process alone comes before the others wait for it.
     ways: dict[Route, list[moves.Move]] = collections.defaultdict(list)
     for move in work:
         ways[_way(move)].append(move)
-    waiting = ways[Route.CONSTRAIN_JIT] or ways[Route.COLLECTIVE]
-    with breaking_off() if waiting else contextlib.nullcontext():
-        for move in ways[Route.FROM_HOST]:
-            _from_host(move)
+    exchanged = _Exchange(ways[Route.COLLECTIVE])
+    local = agree("shard", [_line(m) for m in work])
+    refuse_local("shard", [work[i].path for i in sorted(local)])
+    with breaking_off() if ways[Route.CONSTRAIN_JIT] or ways[Route.COLLECTIVE] else contextlib.nullcontext():
         if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
             moves.constrain_jit(compiled)
-        if exchanged := ways[Route.COLLECTIVE]:
-            _exchange_moves(exchanged)
+            watched(lambda: jax.block_until_ready([move.result for move in compiled]))
+        exchanged.run()
+    for move in ways[Route.FROM_HOST]:
+        _from_host(move)
 
 
 def _way(move: moves.Move) -> Route:
@@ -163,25 +168,34 @@ def _from_host(move: moves.Move) -> None:
         x.delete()
 
 
-def _exchange_moves(work: Sequence[moves.Move]) -> None:
-    me = jax.process_index()
-    arrays = [raw(m.value) for m in work]
-    wanted = [_raw_sharding(m.value, m.want) for m in work]
-    targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, arrays, strict=True)]
-    buffers: dict[tuple[int, boxes.Bounds], np.ndarray] = {}
-    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        for box, devices in target.holders.items():
-            if any(d.process_index == me for d in devices):
-                buffers[i, box] = boxes.aligned_empty(tuple(b - a for a, b in box), x.dtype)
-    crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
-    exchange(arrays, targets, buffers, CHUNK_BYTES * crowd)
-    pieces: list[dict[boxes.Bounds, np.ndarray]] = [{} for _ in work]
-    for (i, box), buffer in buffers.items():
-        pieces[i][box] = buffer
-    for move, made in zip(work, pieces, strict=True):
-        move.result = _rebuilt(move.value, move.want, made)
-        if move.donate:
-            move.value.delete()
+class _Exchange:
+    """Moves that go through `exchange`, with the memory that they fill."""
+
+    def __init__(self, work: Sequence[moves.Move]) -> None:
+        me = jax.process_index()
+        self._work = work
+        self._sources = [raw(m.value) for m in work]
+        wanted = [_raw_sharding(m.value, m.want) for m in work]
+        self._targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, self._sources, strict=True)]
+        self._buffers: dict[tuple[int, boxes.Bounds], np.ndarray] = {}
+        for i, (x, target) in enumerate(zip(self._sources, self._targets, strict=True)):
+            for box, devices in target.holders.items():
+                if any(d.process_index == me for d in devices):
+                    self._buffers[i, box] = boxes.aligned_empty(tuple(b - a for a, b in box), x.dtype)
+
+    def run(self) -> None:
+        """Carry them out; every process that has made one does."""
+        if not self._work:
+            return
+        crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
+        exchange(self._sources, self._targets, self._buffers, CHUNK_BYTES * crowd)
+        pieces: list[dict[boxes.Bounds, np.ndarray]] = [{} for _ in self._work]
+        for (i, box), buffer in self._buffers.items():
+            pieces[i][box] = buffer
+        for move, made in zip(self._work, pieces, strict=True):
+            move.result = _rebuilt(move.value, move.want, made)
+            if move.donate:
+                move.value.delete()
 
 
 def exchange(
@@ -225,6 +239,7 @@ def exchange(
             for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
                 write(leaf, piece, box, read(leaf, piece, box))
     if schedule.streams or any(d.process_index == jax.process_index() for d in schedule.devices):
+        meet(schedule.devices)
         for phase in schedule.phases:
             _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
 

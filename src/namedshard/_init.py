@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
+from namedshard._breaks import refuse_compiled
 from namedshard._errors import NoMeshError, message
 from namedshard._init_programs import ProgramReport
 from namedshard._init_run import Recipe, Run, make_recipe
@@ -199,6 +200,7 @@ def init(
         tree = _traced(request, found, where, memory_kind)
         return (tree, _measured(tree, started)) if report else tree
     request.check()
+    refuse_compiled("init", request.arrays, where)
     if isinstance(where, Mesh) and memory_kind is not None:
         check_memory_kind(where, memory_kind)
     if request.abstract or isinstance(where, AbstractMesh):

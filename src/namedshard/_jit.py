@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from namedshard import _jaxcompat as compat
+from namedshard._breaks import BROKEN, refuse_compiled
 from namedshard._calls import Call, OnMismatch, Options, Report, store_of_function, store_of_structure, weakly
 from namedshard._donation import can_be_deleted, check_donatable, check_live, check_shared, donation_mask
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
@@ -57,6 +58,8 @@ class NamedJit:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function; traces and compiles when the signature is new."""
         store = self._store
+        if BROKEN:
+            refuse_compiled(self._name, jax.tree_util.tree_leaves((*self._prefix, args, kwargs)), context_mesh())
         call, leaves = self._find(args, kwargs)
         program = call.program
         arrays = leaves if program.arrays is None else [leaves[i] for i in program.arrays]

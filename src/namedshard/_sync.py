@@ -13,21 +13,19 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from namedshard import _breaks as breaks
 from namedshard import _jaxcompat as compat
+from namedshard._breaks import GLANCE_S
 from namedshard._errors import ExchangeError, HostValueError, LocalArrayError, OutOfStepError, at, message
 
 DEFAULT_TIMEOUT = 60.0
-GLANCE_S = 1.0
-"""How often one who waits looks up: whether it is interrupted, and whether the others are still there."""
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,8 +125,8 @@ class _Board:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            if elsewhere := _broken_elsewhere():
-                raise ExchangeError(_no_more(self._what, elsewhere))
+            if breaks.noticed():
+                raise breaks.no_more(self._what)
             if time.monotonic() >= end:
                 return None
 
@@ -151,6 +149,14 @@ class _Board:
         found = self.read("verdict", grace=_GRACE)
         return mine if found is None else found.decode()
 
+    def leave(self, error: BaseException) -> None:
+        """Say that this process does not make the call after all; if the others go on already, that it breaks off."""
+        # The service may be what died.
+        with contextlib.suppress(jax.errors.JaxRuntimeError, ExchangeError):
+            first = self.post("verdict", f"missing {jax.process_index()}".encode())
+            if not first and self.read("verdict", grace=_GRACE) == b"same":
+                breaks.tell(error)
+
     def forget(self) -> None:
         self._client.key_value_delete(f"{self._base}/")
 
@@ -161,8 +167,6 @@ class _Calls:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._boards: list[_Board] = []
-        self.broken = ""
-        """Why an exchange broke off, after which the devices' connections are of no more use."""
 
     def meet(self, client: Any, what: str, digest: bytes) -> tuple[_Board, str, int]:
         """This call's board and verdict, and how many calls of the others ended without this process."""
@@ -170,7 +174,12 @@ class _Calls:
         missed = 0
         while True:
             board = _Board(client, what, next(self._numbers), deadline)
-            verdict = board.verdict(digest)
+            try:
+                verdict = board.verdict(digest)
+            except BaseException as error:
+                self._boards.append(board)
+                board.leave(error)
+                raise
             # All have come to this call, so none of them still reads what earlier calls posted.
             if not verdict.startswith("missing"):
                 for old in self._boards if jax.process_index() == 0 else ():
@@ -208,8 +217,8 @@ def agree(what: str, lines: Sequence[Line], note: str = "") -> frozenset[int]:
         HostValueError: Host values differ between processes.
         ExchangeError: An earlier exchange broke off.
     """
-    if _calls.broken:
-        raise ExchangeError(_no_more(what, _calls.broken))
+    if breaks.BROKEN:
+        raise breaks.no_more(what)
     call = f"{what}({note})" if note else what
     digest = hashlib.sha256(_encode(call, [dataclasses.replace(line, local=False) for line in lines])).digest()
     client = compat.coordination_client()
@@ -221,11 +230,16 @@ def agree(what: str, lines: Sequence[Line], note: str = "") -> frozenset[int]:
         return frozenset()
     if verdict != "differ":
         raise OutOfStepError(_absent(what, _missing(verdict), missed))
-    board.post(f"text/{jax.process_index()}", zlib.compress(_encode(call, lines)))
-    texts = [board.read(f"text/{p}", grace=_GRACE) for p in range(jax.process_count())]
-    gone = [p for p, text in enumerate(texts) if text is None]
-    if gone:
-        raise OutOfStepError(_absent(what, gone, missed))
+    try:
+        board.post(f"text/{jax.process_index()}", zlib.compress(_encode(call, lines)))
+        texts = [board.read(f"text/{p}", grace=_GRACE) for p in range(jax.process_count())]
+        gone = [p for p, text in enumerate(texts) if text is None]
+        if gone:
+            raise OutOfStepError(_absent(what, gone, missed))
+    except BaseException as error:
+        # The others may have all texts by now, and go on.
+        breaks.tell(error)
+        raise
     calls = [_decode(zlib.decompress(text)) for text in texts if text is not None]
     return _compare(what, [name for name, _ in calls], [theirs for _, theirs in calls])
 
@@ -309,89 +323,6 @@ def _out_of_step(what: str, *lines: str) -> OutOfStepError:
             lines,
             fix="call with the same tree, mapping and mesh, in the same order, on every process",
         )
-    )
-
-
-_BROKEN = "namedshard/broken/"
-
-
-def watched(call: Callable[[], T]) -> T:
-    """Make a call that waits for other processes, for as long as none of them says that it broke off.
-
-    A process that breaks off stays connected, so that those who wait for it alone would not notice.
-
-    Raises:
-        ExchangeError: The call failed here, or an exchange broke off on another process.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(GLANCE_S)
-        if thread.is_alive() and (elsewhere := _broken_elsewhere()):
-            _calls.broken = elsewhere
-            raise ExchangeError(_broke_off(elsewhere))
-    if errors:
-        _tell(errors[0])
-        raise ExchangeError(_broke_off(_first_line(errors[0]))) from errors[0]
-    return results[0]
-
-
-@contextlib.contextmanager
-def breaking_off() -> Generator[None, None, None]:
-    """Tell the other processes if what is done here together with them fails here.
-
-    Those who wait for this process go no further, and no later exchange could tell their pieces from its own.
-    """
-    try:
-        yield
-    except ExchangeError:
-        raise
-    except BaseException as error:
-        _tell(error)
-        raise
-
-
-def _tell(error: BaseException) -> None:
-    _calls.broken = _first_line(error)
-    client = compat.coordination_client()
-    # The service may be what died.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        if client is not None:
-            client.key_value_set(f"{_BROKEN}{jax.process_index()}", _calls.broken, allow_overwrite=True)
-
-
-def _broken_elsewhere() -> str:
-    client = compat.coordination_client()
-    found = {} if client is None else dict(client.key_value_dir_get(_BROKEN))
-    return next((f"process {key.removeprefix(_BROKEN)}: {text}" for key, text in sorted(found.items())), "")
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _broke_off(line: str) -> str:
-    return message(
-        "the exchange of arrays between processes broke off: a process died, or failed, or the network did",
-        [line],
-        fix="look for the first error among all processes, and start the job again",
-    )
-
-
-def _no_more(what: str, line: str) -> str:
-    return message(
-        f"{what}: an earlier exchange of arrays between processes broke off, and there can be no other in this job",
-        [line],
-        fix="look for the first error among all processes, and start the job again",
     )
 
 

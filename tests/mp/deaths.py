@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from multiprocess import die
@@ -14,6 +16,8 @@ from mp.checkpoints import folder
 from mp.moves import PLACES
 from mp.tools import COUNT, ME, equal, mesh, message_of, named, own, put, together, values
 from namedshard import _collective as collective
+from namedshard import _sync
+from namedshard._safetensors._together import Meeting
 
 # The cases are alone in their job, and its processes cannot meet at its end.
 ALONE = True
@@ -52,8 +56,8 @@ def ends(call: Any) -> None:
     # JAX itself would end the job only when the dead process has sent no sign of life for a minute.
     equal(time.monotonic() - started < 40, True)
     equal(lines[0], "the exchange of arrays between processes broke off: a process died, or failed, or the network did")
-    noticed = lines[1].removeprefix("  ").removeprefix(f"process {1 - ME}: ")
-    kind, _, what = noticed.partition(": ")
+    who, kind, what = lines[1].strip().split(": ", 2)
+    equal(who in [f"process {p}" for p in range(COUNT) if p != VICTIM], True)
     equal(kind in ("JaxRuntimeError", "ValueError"), True)
     equal(what.startswith("UNKNOWN: Gloo collective permute failed"), True)
     equal(lines[2:], ["  fix: look for the first error among all processes, and start the job again"])
@@ -67,17 +71,32 @@ def broke_off(why: str) -> str:
     )
 
 
-def no_more(who: str) -> None:
+def no_more(error: str = "MemoryError: no more of it") -> None:
     """Check that whatever is called next is refused, and stay until all have: a process's end ends its connections."""
     started = time.monotonic()
     said = message_of(ns.ExchangeError, lambda: ns.to_host(big()))
     equal(time.monotonic() - started < 30, True)
-    equal(
-        said,
-        "to_host: an earlier exchange of arrays between processes broke off, and there can be no other in this job\n"
-        f"  {who}MemoryError: no more of it\n"
-        "  fix: look for the first error among all processes, and start the job again",
+    rest = (
+        ": an earlier exchange of arrays between processes broke off, and there can be no other in this job\n"
+        f"  process {VICTIM}: {error}\n"
+        "  fix: look for the first error among all processes, and start the job again"
     )
+    equal(said, f"to_host{rest}")
+    # Compiled code would receive what the exchange has sent.
+    double = ns.named_jit(lambda x: x * 2)
+    everywhere = PLACES["all"][0]
+    equal(
+        message_of(ns.ExchangeError, lambda: double(put(np.ones(24, np.float32), everywhere, P("x")))),
+        f"<lambda>{rest}",
+    )
+    with jax.set_mesh(everywhere):
+        equal(message_of(ns.ExchangeError, lambda: double(np.ones(24, np.float32))), f"<lambda>{rest}")
+    equal(message_of(ns.ExchangeError, lambda: ns.init(jnp.ones, (24,), mapping={}, mesh=everywhere)), f"init{rest}")
+    if ME == VICTIM:
+        # Devices of the others may be waiting for it still.
+        here = mesh((len(own(ME)),), "x", devices=own(ME))
+        equal(float(double(put(np.ones(24, np.float32), here, P()))[0]), 2.0)
+        equal(float(ns.init(jnp.ones, (24,), mapping={}, mesh=here)[0]), 1.0)
     together()
 
 
@@ -128,7 +147,24 @@ def case_a_failure_in_a_move() -> None:
     else:
         said = message_of(ns.ExchangeError, lambda: ns.shard(tree, mapping, where))
         equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
-    no_more("" if ME == VICTIM else f"process {VICTIM}: ")
+    no_more()
+
+
+def case_a_failure_in_a_compiled_move() -> None:
+    """Elsewhere than on CPUs the compiler's collectives move arrays, and results come before they are computed."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no more of it")
+
+    tree, where = big(), PLACES["all"][0]
+    collective.moves.all_cpu = lambda _: False
+    if ME == VICTIM:
+        collective.moves.constrain_jit = fail
+        equal(message_of(MemoryError, lambda: ns.shard(tree, {"a": "y"}, where)), "no more of it")
+    else:
+        said = message_of(ns.ExchangeError, lambda: ns.shard(tree, {"a": "y"}, where))
+        equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
+    no_more()
 
 
 def case_a_failure_before_anything_is_sent() -> None:
@@ -146,7 +182,82 @@ def case_a_failure_before_anything_is_sent() -> None:
         equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
     else:
         equal(ns.to_host(tree, process=0), {"0": None, "1": None})
-    no_more("" if ME == VICTIM else f"process {VICTIM}: ")
+    no_more()
+
+
+def case_a_failure_when_all_have_agreed() -> None:
+    """It is interrupted, and the others go on."""
+    tree = big()
+    real = _sync._Board.read
+
+    def read(*args: Any, **options: Any) -> Any:
+        real(*args, **options)
+        _sync._Board.read = real
+        raise KeyboardInterrupt
+
+    if ME == VICTIM:
+        _sync._Board.read = read
+        message_of(KeyboardInterrupt, lambda: ns.to_host(tree))
+    else:
+        said = message_of(ns.ExchangeError, lambda: ns.to_host(tree))
+        equal(said, broke_off(f"process {VICTIM}: KeyboardInterrupt"))
+    no_more("KeyboardInterrupt")
+
+
+def case_a_failure_between_two_files_of_a_save() -> None:
+    """It is interrupted in the round that ends the first, and the others go on to the next."""
+    tree, path = big(), folder() / "model"
+    real = Meeting._hear
+    heard: list[int] = []
+
+    def hear(*args: Any) -> Any:
+        heard.append(1)
+        if len(heard) == COUNT + 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    def save() -> None:
+        ns.save_safetensors(tree, path, max_shard_size=tree["0"].array.nbytes + 1, writer="main")
+
+    if ME == VICTIM:
+        Meeting._hear = hear
+        message_of(KeyboardInterrupt, save)
+    else:
+        # They notice in the exchange, or in the round after it.
+        said = message_of(ns.ExchangeError, save).splitlines()
+        equal("exchange of arrays between processes broke off" in said[0], True)
+        equal(said[1:], broke_off(f"process {VICTIM}: KeyboardInterrupt").splitlines()[1:])
+    no_more("KeyboardInterrupt")
+    equal(os.listdir(path), [])
+    together()
+
+
+def case_a_failure_in_the_exchange_of_others_while_saving() -> None:
+    """Process 0 has a file of its own, and waits for the others in a round."""
+    value = values(np.float32, (24, 24, 2))
+    two = mesh((COUNT - 1,), "x", devices=[own(p)[0] for p in range(1, COUNT)])
+    tree, path = {"a": value, "b": put(value, two, P("x"))}, folder() / "others"
+
+    def fail() -> None:
+        raise MemoryError("no more of it")
+
+    def save() -> None:
+        ns.save_safetensors(tree, path, max_shard_size=value.nbytes + 1)
+
+    at_step(1, fail)
+    if ME == VICTIM:
+        equal(message_of(MemoryError, save), "no more of it")
+    elif ME == 0:
+        said = message_of(ns.ExchangeError, save).splitlines()
+        untouched = "broke off; what was there before is untouched"
+        equal(said[0].endswith(f"is not saved: an exchange of arrays between processes {untouched}"), True)
+        equal(said[1:], broke_off(f"process {VICTIM}: MemoryError: no more of it").splitlines()[1:])
+    else:
+        said = message_of(ns.ExchangeError, save)
+        equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
+    no_more()
+    equal(os.listdir(path), [])
+    together()
 
 
 def case_a_failure_while_saving() -> None:

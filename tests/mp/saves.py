@@ -3,8 +3,8 @@
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import namedshard as ns
+from mp import tools
 from mp.checkpoints import LINE, VALUE, everybody, folder, placed, verify
 from mp.tools import COUNT, ME, equal, message_of, own, put
 from namedshard._safetensors import _save, _together
 from namedshard._safetensors._commit import PartialFile
 from namedshard._safetensors._together import Meeting
+from namedshard._safetensors._write import FileWriter
 
 _together.GLANCE_S = 0.1
 _save.VISIBLE_S = 0.2
@@ -59,16 +61,10 @@ def told(path: Path, call: Callable[[], Any], remains: Sequence[str] = ()) -> st
     return said
 
 
-@contextmanager
-def patched(where: Any, name: str, by: Any, *, process: int = LAST) -> Iterator[None]:
-    """Another function in a place, on one process."""
+def patched(where: Any, name: str, by: Any, *, process: int = LAST) -> AbstractContextManager[None]:
+    """A function made from the one in a place, on one process."""
     original = getattr(where, name)
-    if process == ME:
-        setattr(where, name, by(original))
-    try:
-        yield
-    finally:
-        setattr(where, name, original)
+    return tools.patched(where, name, by(original) if process == ME else original)
 
 
 def raising(error: BaseException, at: int = 1) -> Callable[[Any], Any]:
@@ -110,6 +106,13 @@ def case_files_that_cannot_be_written_or_named() -> list[str]:
             # What was named before the failure is taken back.
             out.append(told(path, lambda path=path: ns.save_safetensors(placed(), path, max_shard_size=SHARD)))
     return out
+
+
+def case_a_process_that_is_interrupted_in_a_file_of_its_own_goes_on_in_the_exchange_of_another() -> str:
+    path = before("interrupted")
+    tree = {"a": VALUE + 5, "b": put(VALUE, LINE, P("x"))}
+    with patched(FileWriter, "_write_tensors", raising(KeyboardInterrupt())):
+        return told(path, lambda: ns.save_safetensors(tree, path, max_shard_size=SHARD))
 
 
 def case_values_that_do_not_fit() -> str:

@@ -13,7 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import namedshard as ns
 from mp.moves import PLACES, make
-from mp.tools import COUNT, ME, check, equal, mesh, message_of, named, own, together, values
+from mp.tools import COUNT, DEVICES, ME, check, equal, mesh, message_of, named, own, patched, put, together, values
+from namedshard import _breaks as breaks
+from namedshard import _sync
+from namedshard._jaxcompat import coordination_client
 from namedshard._sync import agree
 
 ALL, MAPPING, _ = PLACES["all"]
@@ -212,6 +215,67 @@ def case_a_stream_that_one_process_leaves() -> None:
             equal(message_of(ns.OutOfStepError, lambda: next(stream)), absent("iter_to_host", 1, 1))
     together()
     still_works()
+
+
+def case_a_process_that_is_interrupted_while_it_waits() -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for process in (0, 1):
+        if process == ME:
+            with patched(_sync._Board, "read", interrupted):
+                message_of(KeyboardInterrupt, lambda: ns.shard(x(), MAPPING, OTHER))
+        together()
+        if process != ME:
+            # The default limit: it is known at once.
+            said = message_of(ns.OutOfStepError, lambda: ns.shard(x(), MAPPING, OTHER))
+            equal(said, absent("shard", 60, process))
+        still_works()
+
+
+def case_too_little_memory_is_found_before_anything_is_sent() -> None:
+    def nothing_left(*_: Any) -> None:
+        raise MemoryError
+
+    y = x()
+    for process in (*range(COUNT), ME):
+        # On one process after the other, then on all of them.
+        if process == ME:
+            with patched(np, "empty", nothing_left):
+                message_of(MemoryError, lambda: ns.to_host(y))
+                message_of(MemoryError, lambda: ns.shard(y, MAPPING, OTHER))
+        together()
+    still_works()
+
+
+def case_sources_that_were_to_be_given_up_stay() -> None:
+    """Those of a move in which this process has no part, too: the call may fail."""
+    mine, theirs = (mesh((len(own(p)),), "x", devices=own(p)) for p in (0, 1))
+    shape = (len(own(0)) * len(own(1)),)
+    tree = {
+        "a": named(put(values(np.float32, shape), theirs, P("x")), "a"),
+        "b": named(put(values(np.float32, shape), mesh((len(DEVICES),), "x"), P()), "b"),
+    }
+    mapping = {"a": None, "b": "x" if ME == 1 else None}
+    placed = {"a": named(put(values(np.float32, shape), mine, P("x")), "a"), **{"b": tree["b"]}}
+    for given in (tree, placed):
+        message_of(ns.OutOfStepError, lambda given=given: ns.shard(given, mapping, theirs, donate=True))
+        equal([given[k].array.is_deleted() for k in "ab"], [False, False])
+    moved = ns.shard(tree, {"a": None, "b": None}, theirs, donate=True)
+    check(moved["a"].array, values(np.float32, shape), theirs, P())
+    check(moved["b"].array, values(np.float32, shape), theirs, P())
+
+
+def case_who_is_to_connect_waits_for_the_last() -> None:
+    """However long it takes: connecting itself has a limit that a slow disk may exceed."""
+    group = list(reversed(DEVICES))
+    client = coordination_client()
+    if ME == 1:
+        time.sleep(2.5)
+        client.key_value_set("last/is here", "yes")
+    breaks.meet(group)
+    # Read without waiting.
+    equal(dict(client.key_value_dir_get("last/")), {"last/is here": "yes"})
 
 
 def case_an_error_before_the_call_on_one_process() -> None:

@@ -4,7 +4,8 @@ import ctypes
 import gc
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,18 @@ def equal(a: Any, b: Any) -> None:
         raise AssertionError(f"not equal:\n{a}\n{b}")
 
 
-def message_of(kind: type[Exception], call: Callable[[], Any]) -> str:
+@contextmanager
+def patched(where: Any, name: str, by: Any) -> Iterator[None]:
+    """Another attribute in a place, on this process."""
+    original = getattr(where, name)
+    setattr(where, name, by)
+    try:
+        yield
+    finally:
+        setattr(where, name, original)
+
+
+def message_of(kind: type[BaseException], call: Callable[[], Any]) -> str:
     """The message of the exception that a call must raise."""
     try:
         got = call()

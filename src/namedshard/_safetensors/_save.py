@@ -1,5 +1,6 @@
 """`save_safetensors`: from any placement to files that appear only when they are whole."""
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,7 @@ def save_safetensors(
             written, or another process has failed.
         NarrowingError: A value does not fit the integer ``dtype`` asked for.
         OutOfStepError: The processes do not make the same call.
+        ExchangeError: An exchange of arrays between processes broke off, now or before.
         HostValueError: Host values (numpy, or arrays that nobody has placed) differ between processes.
         LocalArrayError: Each process passes an array of its own, committed to its own devices.
 
@@ -113,13 +115,15 @@ def save_safetensors(
     total = sum(t.nbytes for t in tensors)
     # All that decides what is written where, and which exchanges of arrays that takes.
     note = f"{os.fspath(path)!r}, {max_shard_size=}, {metadata=}, {writer=}, {budget=}"
-    with meeting(lambda: shared_values(tensors, note, count)) as (together, shared):
+    with contextlib.ExitStack() as saving:
+        together, shared = saving.enter_context(meeting(lambda: shared_values(tensors, note, count)))
         failures = Failures(together, directory, total)
+        saving.enter_context(failures.told())
         destination = Destination(directory, single, total)
         with failures.caught():
             if me == 0:
                 destination.prepare(len(groups))
-        destination.names = failures.round({"names": destination.names})[0]["names"]
+        destination.names = failures.round({"names": destination.names}, exchanging=bool(shared))[0]["names"]
         files = [File(n, tuple(g), i % owners) for i, (n, g) in enumerate(zip(destination.names, groups, strict=True))]
         mine = sum(t.nbytes for file in files for t in file.tensors if file.owner == me)
         with reporting(progress, mine, "saving") as tell:
@@ -130,8 +134,10 @@ def save_safetensors(
                 for first in range(0, len(files), owners):
                     for file in files[first : first + owners]:
                         writing.write(file)
+                    failures.exchanging = False
+                    more = any(map(writing.exchanged, files[first + owners :]))
                     names_of = {os.path.basename(p.final): p.name for p in writing.partials}
-                    written = [said["files"] for said in failures.round({"files": names_of})]
+                    written = [said["files"] for said in failures.round({"files": names_of}, exchanging=more)]
                 with failures.caught(of_writing=True):
                     if me == 0 and destination.indexed:
                         destination.write_index(files)

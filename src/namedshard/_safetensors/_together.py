@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import jax
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import NamedShardError, OutOfStepError, message
-from namedshard._sync import GLANCE_S
+from namedshard._breaks import GLANCE_S, noticed, printable
+from namedshard._errors import ExchangeError, NamedShardError, OutOfStepError, message
 
 PATIENCE_S = 24 * 3600
 """How long to wait for processes that are still writing. The job itself notices, and ends, when one has died."""
@@ -62,7 +62,7 @@ class Meeting:
         if self.count > 1:
             # The service may be what died.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._client.key_value_set(self._left(self.me), why, allow_overwrite=True)
+                self._client.key_value_set(self._left(self.me), printable(why), allow_overwrite=True)
 
     def join(self) -> None:
         """Take back what `leave` has said in a meeting that did not come about."""
@@ -91,6 +91,9 @@ class Meeting:
                     raise
             if why:
                 raise Left(process, why)
+            if broken := noticed():
+                # No process that had a part in the exchange comes to another round.
+                raise Left(process, broken)
             # What it said before it left still counts, and may have come in between.
             why = self.has_left(process)
             if time.monotonic() > end:
@@ -116,9 +119,9 @@ class _Meetings:
         client.key_value_set(f"{_NUMBERS}{me}", str(self._next), allow_overwrite=True)
         try:
             found = agreement()
-        except NamedShardError:
-            raise
         except BaseException as error:
+            if isinstance(error, NamedShardError) and not isinstance(error, ExchangeError):
+                raise
             # The others may have agreed nevertheless, and be waiting.
             Meeting(client, me, count, self._number(client)).leave(first_line(error))
             raise
@@ -147,7 +150,8 @@ def meeting(agreement: Callable[[], T]) -> Generator[tuple[Meeting, T]]:
     """A meeting of all processes, once they have come to an agreement.
 
     Args:
-        agreement: A collective; if it raises an error of this package, it does so on all processes.
+        agreement: A collective; if it raises an error of this package, it does so on all processes, except for
+            `ExchangeError`.
 
     Yields:
         The meeting, and what the agreement returned. The others are told if this process leaves by an exception.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from namedshard import _breaks as breaks
 from namedshard._errors import CheckpointError, NarrowingError, human_bytes, message
 from namedshard._safetensors._commit import PartialFile
 from namedshard._safetensors._header import encode_header
@@ -22,7 +23,6 @@ from namedshard._safetensors._pull import Pieces, gathered, pieces_of
 from namedshard._safetensors._ranges import LOCAL, Chunk, chunks, run_offsets
 from namedshard._safetensors._reader import scaled, within
 from namedshard._safetensors._together import Left, Meeting, first_line
-from namedshard._sync import breaking_off
 
 Tell = Callable[[int], None]
 
@@ -41,12 +41,14 @@ class Failures:
 
     Attributes:
         broken: That this process can take part in no more exchanges of arrays.
+        exchanging: That the others may be in an exchange of arrays, or go on to one, without another round before it.
         known: That the last round has failed, on all processes that came to it.
         placed: Whether the new checkpoint is in place already; None if that is not known here.
     """
 
     def __init__(self, meeting: Meeting, where: str, nbytes: int) -> None:
         self.broken = False
+        self.exchanging = False
         self.known = False
         self.placed: bool | None = False
         self._meeting = meeting
@@ -70,18 +72,36 @@ class Failures:
         except BaseException as error:
             self.add(error, of_writing=of_writing)
 
-    def round(self, word: Mapping[str, Any] | None = None, *, placing: bool = False) -> list[Mapping[str, Any]]:
+    @contextlib.contextmanager
+    def told(self) -> Generator[None]:
+        """Tell the others if this process leaves while they may wait for it in an exchange of arrays."""
+        try:
+            yield
+        except BaseException as error:
+            if self.exchanging and not self.known:
+                breaks.tell(error)
+            raise
+
+    def round(
+        self, word: Mapping[str, Any] | None = None, *, placing: bool = False, exchanging: bool = False
+    ) -> list[Mapping[str, Any]]:
         """Each process's word; raises on every process if any of them has failed. A collective.
 
-        ``placing``: process 0 has tried to put the new checkpoint in place.
+        ``placing``: process 0 has tried to put the new checkpoint in place. ``exchanging``: an exchange of arrays
+        follows, if nobody has failed.
         """
         if self.broken and self._first is not None:
             # Who has died does not come to a round, and JAX ends those who wait for it.
             raise self._first
+        self.exchanging = exchanging
         try:
             words = self._meeting.say(dict(word or {}) | self._report())
         except Left as left:
             self.known, self.placed = True, None if placing else False
+            if self._first is None and breaks.noticed():
+                raise breaks.ended(
+                    f"{self._what} is not saved: an exchange of arrays between processes broke off{self._before()}"
+                ) from left
             raise self._own() or self._elsewhere(left.process, {"error": left.why}) from (self._first or left)
         self.placed = words[0].get("placed", False)
         failed = [process for process, said in enumerate(words) if "error" in said]
@@ -201,17 +221,21 @@ class FileWriter:
                 partial = PartialFile(os.path.join(self._directory, file.name), size)
                 self.partials.append(partial)
                 partial.write(0, memoryview(head))
-        together = any(id(value) in self._shared for tensor in file.tensors for value, _ in tensor.parts)
+        together = self.exchanged(file)
         try:
             # The others wait in an exchange for one that does not come to it.
-            with breaking_off() if together else contextlib.nullcontext():
+            with breaks.breaking_off() if together else contextlib.nullcontext():
                 self._write_tensors(file, partial, len(head))
         except BaseException as error:
-            self._failures.broken = True
+            self._failures.broken |= together
             self._failures.add(error)
         if partial is not None and not self._failures:
             with self._failures.caught(of_writing=True):
                 partial.finish()
+
+    def exchanged(self, file: File) -> bool:
+        """Whether it takes an exchange of arrays to write a file."""
+        return any(id(value) in self._shared for tensor in file.tensors for value, _ in tensor.parts)
 
     def _write_tensors(self, file: File, partial: PartialFile | None, at: int) -> None:
         habits = within(LOCAL, self._budget // 2)
