@@ -130,14 +130,14 @@ def raw(x: jax.Array) -> jax.Array:
 
 
 def _raw_sharding(x: jax.Array, want: NamedSharding) -> NamedSharding:
-    extra = raw_ndim(x) - x.ndim
+    extra = raw_type(x).ndim - x.ndim
     spec = PartitionSpec(*want.spec, *[None] * (x.ndim - len(want.spec) + extra))
     return NamedSharding(want.mesh, spec, memory_kind=want.memory_kind) if extra else want
 
 
-def raw_ndim(x: jax.Array) -> int:
-    """Dimensions of the integers under an array of keys, else its own."""
-    return raw(x).ndim
+def raw_type(x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
+    """Shape and dtype of the integers under an array of keys, else of the array; nothing runs."""
+    return jax.eval_shape(jax.random.key_data, x) if compat.is_key_array(x) else x
 
 
 def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]) -> jax.Array:
@@ -174,11 +174,11 @@ class _Exchange:
     def __init__(self, work: Sequence[moves.Move]) -> None:
         me = jax.process_index()
         self._work = work
-        self._sources = [raw(m.value) for m in work]
+        types = [raw_type(m.value) for m in work]
         wanted = [_raw_sharding(m.value, m.want) for m in work]
-        self._targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, self._sources, strict=True)]
+        self._targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, types, strict=True)]
         self._buffers: dict[tuple[int, boxes.Bounds], np.ndarray] = {}
-        for i, (x, target) in enumerate(zip(self._sources, self._targets, strict=True)):
+        for i, (x, target) in enumerate(zip(types, self._targets, strict=True)):
             for box, devices in target.holders.items():
                 if any(d.process_index == me for d in devices):
                     self._buffers[i, box] = boxes.aligned_empty(tuple(b - a for a, b in box), x.dtype)
@@ -188,7 +188,7 @@ class _Exchange:
         if not self._work:
             return
         crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
-        exchange(self._sources, self._targets, self._buffers, CHUNK_BYTES * crowd)
+        exchange([raw(m.value) for m in self._work], self._targets, self._buffers, CHUNK_BYTES * crowd)
         pieces: list[dict[boxes.Bounds, np.ndarray]] = [{} for _ in self._work]
         for (i, box), buffer in self._buffers.items():
             pieces[i][box] = buffer

@@ -101,14 +101,15 @@ def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str)
     keep = process is None or process == jax.process_index()
     with compat.no_context_mesh():
         # Before the others wait: there may be too little memory.
-        arrays = [collective.raw(leaf.value) for leaf in leaves]
-        out = [np.empty(x.shape, x.dtype) if keep else None for x in arrays]
+        types = [collective.raw_type(leaf.value) for leaf in leaves]
+        out = [np.empty(x.shape, x.dtype) if keep else None for x in types]
         own = set(range(len(leaves)))
         if jax.process_count() > 1:
             lines = [_line(leaf, process) for leaf in leaves]
             own = agree(what, lines, f"budget={budget}") | {i for i, n in enumerate(lines) if n.source == UNCOMMITTED}
         shared = [i for i in range(len(leaves)) if i not in own]
         with breaking_off() if shared else contextlib.nullcontext():
+            arrays = [collective.raw(leaf.value) for leaf in leaves]
             mine = sorted(own) if keep else []
             devices = [(next(iter(arrays[i].sharding.addressable_devices)),) for i in mine]
             _fill([arrays[i] for i in mine], devices, [out[i] for i in mine], budget)
