@@ -420,17 +420,24 @@ KILLS = """
     seen, kinds = {0}, set()
     for kill in range(kills):
         first = whole()
+        saved, says = os.pipe()
         child = os.fork()
         if child == 0:
             value = first
             while True:
                 value += 1
                 ns.save_safetensors(tree(value), directory, max_shard_size=(90_000, 170_000, 10**9)[value % 3])
+                os.write(says, b".")
+        # Every other child comes to its second save, however slow the machine is.
+        if kill % 2:
+            os.read(saved, 1)
         time.sleep(rng.uniform(0, 0.06))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(saved)
+        os.close(says)
         last = whole()
-        assert last >= first, (first, last)
+        assert last >= first + kill % 2, (first, last)
         seen.add(last)
         kinds.add(tuple(n for n in os.listdir(directory) if n.endswith(".partial")) != ())
     for name in os.listdir(directory):
@@ -448,5 +455,5 @@ def test_fifty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     saved, kinds = done.stdout.split(" ", 1)
-    assert int(saved) > 10
+    assert int(saved) > 25
     assert kinds.strip() == "[False, True]"
