@@ -36,6 +36,19 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def heard(get: Callable[[str, int], T], key: str, seconds: float) -> T | None:
+    """What the store has under a key, by one of its blocking functions, or None if it has nothing in this time.
+
+    Inside of it a process cannot be interrupted: who waits for longer asks again and again.
+    """
+    try:
+        return get(key, int(seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+    return None
+
+
 def noticed() -> str:
     """Why an exchange broke off, on whatever process, or nothing."""
     client = compat.coordination_client()
@@ -117,14 +130,7 @@ def meet(devices: Sequence[Device]) -> None:
     place = f"namedshard/met/{hashlib.sha256(str([d.id for d in group]).encode()).hexdigest()}"
     client.key_value_set(f"{place}/{jax.process_index()}", "", allow_overwrite=True)
     for process in sorted({d.process_index for d in group}):
-        while True:
-            # Waiting inside the client, a process cannot be interrupted.
-            try:
-                client.blocking_key_value_get(f"{place}/{process}", int(GLANCE_S * 1000))
-                break
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
+        while heard(client.blocking_key_value_get, f"{place}/{process}", GLANCE_S) is None:
             if noticed():
                 raise broke_off()
     _met.add(group)

@@ -22,7 +22,6 @@ from jax.experimental import multihost_utils
 
 from namedshard import _breaks as breaks
 from namedshard import _jaxcompat as compat
-from namedshard._breaks import GLANCE_S
 from namedshard._errors import ExchangeError, HostValueError, LocalArrayError, OutOfStepError, at, message
 
 DEFAULT_TIMEOUT = 60.0
@@ -119,12 +118,10 @@ class _Board:
         """
         end = self._deadline + grace
         while True:
-            left = max(0.001, min(GLANCE_S, end - time.monotonic()))
-            try:
-                return self._client.blocking_key_value_get_bytes(f"{self._base}/{name}", int(left * 1000))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
+            left = max(0.001, min(breaks.GLANCE_S, end - time.monotonic()))
+            found = breaks.heard(self._client.blocking_key_value_get_bytes, f"{self._base}/{name}", left)
+            if found is not None:
+                return found
             if breaks.noticed():
                 raise breaks.no_more(self._what)
             if time.monotonic() >= end:

@@ -257,7 +257,7 @@ def case_sources_that_were_to_be_given_up_stay() -> None:
         "b": named(put(values(np.float32, shape), mesh((len(DEVICES),), "x"), P()), "b"),
     }
     mapping = {"a": None, "b": "x" if ME == 1 else None}
-    placed = {"a": named(put(values(np.float32, shape), mine, P("x")), "a"), **{"b": tree["b"]}}
+    placed = tree | {"a": named(put(values(np.float32, shape), mine, P("x")), "a")}
     for given in (tree, placed):
         message_of(ns.OutOfStepError, lambda given=given: ns.shard(given, mapping, theirs, donate=True))
         equal([given[k].array.is_deleted() for k in "ab"], [False, False])

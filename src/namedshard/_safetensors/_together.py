@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 
 from namedshard import _jaxcompat as compat
-from namedshard._breaks import GLANCE_S, noticed, printable
+from namedshard._breaks import GLANCE_S, heard, noticed, printable
 from namedshard._errors import ExchangeError, NamedShardError, OutOfStepError, message
 
 PATIENCE_S = 24 * 3600
@@ -83,12 +83,9 @@ class Meeting:
         end = time.monotonic() + PATIENCE_S
         why = ""
         while True:
-            # Waiting inside the client, a process cannot be interrupted.
-            try:
-                return self._client.blocking_key_value_get(key, int(GLANCE_S * 1000))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
+            found = heard(self._client.blocking_key_value_get, key, GLANCE_S)
+            if found is not None:
+                return found
             if why:
                 raise Left(process, why)
             if broken := noticed():
