@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import namedshard as ns
 from benchmarks._harness import duration, text_table
-from namedshard import _collective as collective
-from namedshard import _exchange as exchange
-from namedshard import _sync as sync
+from namedshard._place import exchange
+from namedshard._place import transfer as collective
+from namedshard._processes import sync
 
 PROCESSES, DEVICES = 2, 4
 MIB = 1 << 20

@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 from haliax.state_dict import ModuleWithStateDictSerialization
 
-from namedshard._safetensors import _load
-from namedshard._safetensors._source import LocalFile
+from namedshard._safetensors import load as _load
+from namedshard._safetensors.source import LocalFile
 
 CODES = {
     "bool": "BOOL",

@@ -11,7 +11,7 @@ import pytest
 from support import E42, M8, M42, bits, na
 
 import namedshard as ns
-from namedshard._leaves import named_leaves
+from namedshard._plan.leaves import named_leaves
 
 MAPPING = {"embed": "data", "mlp": "model"}
 MESHES = {"flat": (M8, {"embed": "data"}), "auto": (M42, MAPPING), "explicit": (E42, MAPPING)}

@@ -9,7 +9,7 @@ import pytest
 import namedshard as ns
 import namedshard.testing
 from namedshard import _errors
-from namedshard._route import Route
+from namedshard._place.route import Route
 
 DOCS = Path(__file__).parent.parent / "docs"
 # The classes that others derive from have no text of their own.

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from namedshard import _exchange as ex
-from namedshard._boxes import Bounds
+from namedshard._place import exchange as ex
+from namedshard._place.boxes import Bounds
 
 
 @dataclasses.dataclass(frozen=True, order=True)

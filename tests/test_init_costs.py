@@ -23,7 +23,7 @@ from haliax import Axis
 from support import M8, M42, bits
 
 import namedshard as ns
-from namedshard import _init_programs as programs
+from namedshard._init import programs
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model"}
 

@@ -12,7 +12,7 @@ import pytest
 from support import MIXED42, bits
 
 import namedshard as ns
-from namedshard import _init_split as splitting
+from namedshard._init import split as splitting
 
 
 def _large(key: Any) -> Any:

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from support import E42, M42, bits
 
 import namedshard as ns
-from namedshard._init_bits import bits_maker, local_bits
-from namedshard._init_jaxpr import fence, flatten
-from namedshard._init_tape import Tape, decode, encode, host_value, host_words
-from namedshard._init_traits import traits
+from namedshard._init.bits import bits_maker, local_bits
+from namedshard._init.jaxpr import fence, flatten
+from namedshard._init.tape import Tape, decode, encode, host_value, host_words
+from namedshard._init.traits import traits
 
 # --- fences -----------------------------------------------------------------------------------------------------------
 

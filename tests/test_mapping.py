@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from support import M8, M42, bits, counting, na
 
 import namedshard as ns
-from namedshard import _place
-from namedshard._mapping import current_mapping
+from namedshard._place import shard as _place
+from namedshard._plan.mapping import current_mapping
 
 # --- AxisMapping ------------------------------------------------------------------------------------------------------
 

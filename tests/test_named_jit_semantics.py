@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from support import M8, M42, ONE_OF_EACH, assert_exactly, bits, counting, mesh, na
 
 import namedshard as ns
-from namedshard import _calls
+from namedshard._jit import store as _calls
 
 MAPPING = {"batch": "data", "embed": "model"}
 

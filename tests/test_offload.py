@@ -25,8 +25,9 @@ from offloading import (
 from support import M42, na
 
 import namedshard as ns
-from namedshard import _jaxcompat, _offload
-from namedshard._leaves import named_leaves
+from namedshard import _jaxcompat
+from namedshard._offload import offload as _offload
+from namedshard._plan.leaves import named_leaves
 
 
 def as_struct(x: Any) -> Any:

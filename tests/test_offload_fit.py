@@ -12,7 +12,7 @@ from offloading import OPTIMIZERS, STATEFUL, assert_same, kinds, message_of, tra
 from support import E8, M8, na
 
 import namedshard as ns
-from namedshard._leaves import named_leaves
+from namedshard._plan.leaves import named_leaves
 
 
 @pytest.mark.parametrize("name", STATEFUL)

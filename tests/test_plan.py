@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from support import M42, counting, na, unchecked
 
 import namedshard as ns
-from namedshard import _plan
+from namedshard._plan import plan as _plan
 
 ABSTRACT = AbstractMesh((4, 2), ("data", "model"))
 

@@ -12,7 +12,7 @@ from support import M8, M8_REVERSED, M42, counting, na
 
 import namedshard as ns
 from namedshard import _errors
-from namedshard._mesh import resolve_mesh
+from namedshard._plan.mesh import resolve_mesh
 
 ABSTRACT = AbstractMesh((4, 2), ("data", "model"))
 

@@ -14,7 +14,7 @@ from checkpoints import CODES, EVERY_DTYPE, encode, raw, write
 from support import nothing_moved
 
 import namedshard as ns
-from namedshard._safetensors._header import DTYPES, encode_header, header_length, parse_header
+from namedshard._safetensors.header import DTYPES, encode_header, header_length, parse_header
 
 PAYLOAD = np.arange(16, dtype=np.uint8).tobytes()
 

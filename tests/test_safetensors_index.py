@@ -207,8 +207,8 @@ def test_a_loop_of_links_a_directory_and_a_fifo_in_a_files_place(tmp_path):
 
 
 def test_headers_alone_are_read_for_headers(tmp_path):
-    from namedshard._safetensors._index import find_tensors
-    from namedshard._safetensors._source import Files
+    from namedshard._safetensors.index import find_tensors
+    from namedshard._safetensors.source import Files
 
     path = write(tmp_path / "x.safetensors", {"a": counting(10_000)})
     recorder = Recorder()
@@ -220,8 +220,8 @@ def test_headers_alone_are_read_for_headers(tmp_path):
 
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_as_it_was(tmp_path):
     path = write(tmp_path / "x.safetensors", TENSORS)
-    from namedshard._safetensors._index import find_tensors
-    from namedshard._safetensors._source import Files
+    from namedshard._safetensors.index import find_tensors
+    from namedshard._safetensors.source import Files
 
     with Files() as files:
         found = find_tensors(str(path), files)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from namedshard._safetensors._layout import (
+from namedshard._safetensors.layout import (
     NotACopy,
     Part,
     View,
@@ -22,7 +22,7 @@ from namedshard._safetensors._layout import (
     leaf_view,
     overlap,
 )
-from namedshard._safetensors._ranges import LOCAL, REMOTE, WASTE, Habits, chunks, joined, run_offsets
+from namedshard._safetensors.ranges import LOCAL, REMOTE, WASTE, Habits, chunks, joined, run_offsets
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 

@@ -39,9 +39,9 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard import _moves
-from namedshard._safetensors._ranges import LOCAL
-from namedshard._safetensors._targets import targets_of
+from namedshard._place import moves as _moves
+from namedshard._safetensors.ranges import LOCAL
+from namedshard._safetensors.targets import targets_of
 
 MESHES = {
     "auto": M42,

@@ -16,7 +16,7 @@ from haliax.state_dict import ModuleWithStateDictSerialization, to_torch_compati
 from support import M42, bits, counting, na
 
 import namedshard as ns
-from namedshard._safetensors._names import tensors_of
+from namedshard._safetensors.names import tensors_of
 
 
 def filled(make: Any) -> Any:

@@ -24,7 +24,7 @@ from support import M8, bits, counting, mesh, nothing_moved
 
 import namedshard as ns
 from namedshard._cli import main
-from namedshard._safetensors import _remote
+from namedshard._safetensors import remote as _remote
 
 TENSORS = {f"t{i:02}": counting(16, 8) + 1000 * i for i in range(12)}
 FILES = {

@@ -13,9 +13,9 @@ from checkpoints import structs, write
 from support import bits, counting
 
 import namedshard as ns
-from namedshard._safetensors import _destination
-from namedshard._safetensors._commit import PartialFile
-from namedshard._safetensors._folder import left_over
+from namedshard._safetensors import destination as _destination
+from namedshard._safetensors.commit import PartialFile
+from namedshard._safetensors.folder import left_over
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -195,7 +195,7 @@ def test_shards_of_a_save_that_was_broken_off_go_before_the_next_is_written(tmp_
             seen.append(listed(tmp_path))
             super().__init__(*args)
 
-    monkeypatch.setattr("namedshard._safetensors._write.PartialFile", Watched)
+    monkeypatch.setattr("namedshard._safetensors.write.PartialFile", Watched)
     ns.save_safetensors(TREE, tmp_path)
     # The one that another process still holds is that process's.
     assert seen == [[TWO, "model.safetensors"]]

@@ -24,8 +24,8 @@ from safetensors.numpy import load_file
 from support import E8, E42, M8, M8_REVERSED, M42, MIXED42, bits, counting, na
 
 import namedshard as ns
-from namedshard._safetensors import _save
-from namedshard._safetensors._commit import PartialFile
+from namedshard._safetensors import save as _save
+from namedshard._safetensors.commit import PartialFile
 
 VALUE = counting(8, 16)
 INDEX = "model.safetensors.index.json"

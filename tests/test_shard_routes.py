@@ -28,8 +28,8 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard import _moves
-from namedshard._route import Placement, Route, placement_of, route_for
+from namedshard._place import moves as _moves
+from namedshard._place.route import Placement, Route, placement_of, route_for
 
 BASE = counting(8, 16)
 MAPPING = {"a": "data", "b": "model"}

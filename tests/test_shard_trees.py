@@ -27,7 +27,7 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard import _moves
+from namedshard._place import moves as _moves
 
 BASE = counting(8, 16)
 MAPPING = {"a": "data", "b": "model"}

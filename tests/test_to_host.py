@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na
 
 import namedshard as ns
-from namedshard import _collective as collective
-from namedshard._gather import parse_bytes
-from namedshard._route import placement_of, transient_bytes
+from namedshard._place import transfer as collective
+from namedshard._place.gather import parse_bytes
+from namedshard._place.route import placement_of, transient_bytes
 
 DTYPES = (
     np.float32,

@@ -13,7 +13,7 @@ import pytest
 from support import counting, na, unchecked
 
 import namedshard as ns
-from namedshard._unflatten import unflattener
+from namedshard._jit.unflatten import unflattener
 
 
 class Pair(NamedTuple):

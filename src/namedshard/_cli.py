@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh
 from rich.console import Console
 
 from namedshard._errors import NamedShardError, did_you_mean, message
-from namedshard._explain import Explanation, Stored, explain_leaves
-from namedshard._leaves import Leaf
-from namedshard._mapping import AxisMapping, MeshAxes, Rule, first
-from namedshard._report import Lint
-from namedshard._safetensors._header import TensorInfo
-from namedshard._safetensors._index import read_header
+from namedshard._explain.explain import Explanation, Stored, explain_leaves
+from namedshard._explain.report import Lint
+from namedshard._plan.leaves import Leaf
+from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first
+from namedshard._safetensors.header import TensorInfo
+from namedshard._safetensors.index import read_header
 
 _EPILOG = """\
 AXIS is a mesh axis (model), a product of several (data+model), none, or ordered candidates of which the first that

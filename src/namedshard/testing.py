@@ -20,13 +20,13 @@ from jax.sharding import AxisType, Mesh, Sharding
 from jaxtyping import PyTree
 
 from namedshard._errors import at, count_of, message
-from namedshard._gather import to_host
-from namedshard._leaves import is_array_like, named_leaves
-from namedshard._mapping import MappingLike
-from namedshard._mesh import MeshLike
-from namedshard._plan import plan
-from namedshard._safetensors._load import load_safetensors
-from namedshard._safetensors._save import save_safetensors
+from namedshard._place.gather import to_host
+from namedshard._plan.leaves import is_array_like, named_leaves
+from namedshard._plan.mapping import MappingLike
+from namedshard._plan.mesh import MeshLike
+from namedshard._plan.plan import plan
+from namedshard._safetensors.load import load_safetensors
+from namedshard._safetensors.save import save_safetensors
 
 _FLAG = "--xla_force_host_platform_device_count"
 

@@ -29,8 +29,8 @@ from mp.tools import (
     values,
 )
 from namedshard._jaxcompat import coordination_client
-from namedshard._safetensors import _load
-from namedshard._safetensors._commit import PartialFile
+from namedshard._safetensors import load as _load
+from namedshard._safetensors.commit import PartialFile
 
 N = len(DEVICES)
 BARRIERS = itertools.count()

@@ -6,7 +6,7 @@ from multiprocess import die
 
 import namedshard as ns
 from mp import deaths
-from namedshard import _collective as collective
+from namedshard._place import transfer as collective
 
 ALONE = True
 deaths.VICTIM = 0

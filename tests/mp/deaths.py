@@ -15,9 +15,9 @@ import namedshard as ns
 from mp.checkpoints import folder
 from mp.moves import PLACES
 from mp.tools import COUNT, ME, equal, mesh, message_of, named, own, put, together, values
-from namedshard import _collective as collective
-from namedshard import _sync
-from namedshard._safetensors._together import Meeting
+from namedshard._place import transfer as collective
+from namedshard._processes import sync as _sync
+from namedshard._processes.meetings import Meeting
 
 # The cases are alone in their job, and its processes cannot meet at its end.
 ALONE = True

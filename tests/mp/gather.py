@@ -29,7 +29,7 @@ from mp.tools import (
     together,
     values,
 )
-from namedshard import _collective as collective
+from namedshard._place import transfer as collective
 
 GONE = (
     "iter_to_host: 1 of 1 leaf donated or deleted\n"

@@ -17,10 +17,11 @@ import namedshard as ns
 from mp import tools
 from mp.checkpoints import LINE, VALUE, everybody, folder, placed, verify
 from mp.tools import COUNT, ME, equal, message_of, own, put
-from namedshard._safetensors import _save, _together
-from namedshard._safetensors._commit import PartialFile
-from namedshard._safetensors._together import Meeting
-from namedshard._safetensors._write import FileWriter
+from namedshard._processes import meetings as _together
+from namedshard._processes.meetings import Meeting
+from namedshard._safetensors import save as _save
+from namedshard._safetensors.commit import PartialFile
+from namedshard._safetensors.write import FileWriter
 
 _together.GLANCE_S = 0.1
 _save.VISIBLE_S = 0.2

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 import namedshard as ns
 from mp.moves import PLACES, make
 from mp.tools import COUNT, DEVICES, ME, check, equal, mesh, message_of, named, own, patched, put, together, values
-from namedshard import _breaks as breaks
-from namedshard import _sync
 from namedshard._jaxcompat import coordination_client
-from namedshard._sync import agree
+from namedshard._processes import breaks
+from namedshard._processes import sync as _sync
+from namedshard._processes.sync import agree
 
 ALL, MAPPING, _ = PLACES["all"]
 OTHER = PLACES["reversed"][0]

@@ -1,0 +1,1 @@
+"""What a plan would do with a tree, as data and as a table."""

@@ -1,0 +1,358 @@
+"""What a plan would do with a tree and why: `explain`."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jaxtyping import PyTree
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import MAX_LISTED, did_you_mean, human_bytes
+from namedshard._explain import report
+from namedshard._explain.report import Findings, Lint, Row, Totals
+from namedshard._place.route import Placement, Route, placement_of, route_for, transient_bytes, wanted_memory_kind
+from namedshard._place.shard import check_memory_kind
+from namedshard._plan.leaves import Leaf
+from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, mesh_axes_of
+from namedshard._plan.mesh import MeshLike, describe, manual_axes
+from namedshard._plan.plan import LeafPlan, Plan, Problem, fixes, plan_leaves, resolve
+from namedshard._types import PyTreeDef
+
+LARGE = 16 * 2**20
+"""Bytes from which a replicated leaf is worth a lint."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """How to show leaves that lie in a file: where they are, the route of those with axes, and of those without."""
+
+    now: str
+    route: str
+    left: str
+
+
+class Explanation:
+    """What a plan would do with a tree and why; made by `explain`.
+
+    ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in colour.
+
+    Attributes:
+        plan: The `Plan`. Where a leaf has a problem, the axis concerned is unsharded in it.
+        rows: One `Row` per array of the tree, none collapsed.
+        lints: What is not wrong but probably not meant; a tuple of `Lint`.
+        totals: Sums over the tree, in bytes.
+    """
+
+    def __init__(self, plan: Plan, found: Findings):
+        self.plan = plan
+        self._found = found
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One `Row` per array of the tree."""
+        return self._found.rows
+
+    @property
+    def lints(self) -> tuple[Lint, ...]:
+        """What is not wrong but probably not meant."""
+        return self._found.lints
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over the tree, in bytes."""
+        return self._found.totals
+
+    @property
+    def ok(self) -> bool:
+        """Whether every leaf can be placed."""
+        return not self.totals.problems
+
+    def table(self, width: int | None = None, *, all: bool = False) -> str:
+        """The table as plain text.
+
+        Args:
+            width: In terminal cells; by default the terminal's, or ``COLUMNS``, or 120 where there is neither.
+            all: Show every leaf, instead of one row for those that differ only in an index.
+        """
+        if width is None:
+            width = shutil.get_terminal_size((120, 24)).columns
+        return report.text(self._found, width, all=all)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Everything, leaf by leaf, as JSON; sizes are in bytes."""
+        return report.to_json(self._found, indent)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        t = self.totals
+        return f"<Explanation of {t.leaves} leaves on mesh {describe(self.plan.mesh)}: {t.problems} problems>"
+
+    def _repr_html_(self) -> str:
+        return report.to_html(self._found)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield from self.lines(options.max_width)
+
+    def lines(self, width: int, *, all: bool = False) -> Iterator[Text]:
+        """The table as styled `rich.text.Text` lines; see `table`."""
+        for line in report.lines(self._found, width, all=all):
+            line.no_wrap, line.overflow = True, "ignore"
+            yield line
+
+
+def explain(
+    tree: PyTree,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    memory_kind: str | None = None,
+    indivisible: Policy | None = None,
+) -> Explanation:
+    """Tell what `shard` would do with a tree, leaf by leaf, and why. Moves nothing.
+
+    For each leaf: its axes, the wanted spec, bytes per device, where it is now, the route, every candidate that lost
+    and why. Leaves that cannot be placed are shown with what is wrong; they raise nothing. Below the table stand sums
+    and lints: keys of the mapping that match no axis, mesh axes that are absent or unused, large leaves left
+    replicated, names that do not fit.
+
+    Args:
+        tree: Any pytree; see `plan`. Abstract leaves and an ``AbstractMesh`` will do, and then no backend is touched.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A ``jax.sharding.Mesh`` or ``AbstractMesh``; the context's by default.
+        memory_kind: As `shard` takes it.
+        indivisible: As `shard` takes it.
+
+    Returns:
+        An `Explanation`: print it.
+
+    Raises:
+        NoMappingError: No mapping given and none in the context.
+        NoMeshError: No mesh given and none in the context.
+        MappingError: The mapping is not well formed.
+        MemoryKindError: The mesh's devices do not offer the memory kind.
+
+    Examples:
+        >>> import haliax as hax, jax, namedshard as ns
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> Vocab, Embed = hax.Axis("vocab", 30522), hax.Axis("embed", 384)
+        >>> table = hax.NamedArray(jax.ShapeDtypeStruct((30522, 384), "float32"), (Vocab, Embed))
+        >>> e = ns.explain({"table": table}, {"vocab": ns.first("model", "data", None)}, mesh)
+        >>> print(e.rows[0].why[0])
+        vocab → 'data' by first('model', 'data', None): 'model' is indivisible (30522 = 4*7630 + 2)
+    """
+    leaves, found, where = resolve(tree, mapping, mesh, indivisible)
+    if memory_kind is not None and isinstance(where, Mesh):
+        check_memory_kind(where, memory_kind)
+    return explain_leaves(leaves, jax.tree_util.tree_structure(tree), found, where, memory_kind=memory_kind)
+
+
+def explain_leaves(
+    leaves: Sequence[Leaf],
+    treedef: PyTreeDef,
+    mapping: AxisMapping,
+    mesh: MeshLike,
+    *,
+    memory_kind: str | None = None,
+    stored: Stored | None = None,
+    lints: Iterable[Lint] = (),
+) -> Explanation:
+    """Explain leaves that are walked already.
+
+    ``stored`` says what to show of leaves that are not in memory at all; ``lints`` are added to those found here.
+    """
+    problems: list[Problem] = []
+    manual = manual_axes()
+    plan = plan_leaves(leaves, treedef, mapping, mesh, memory_kind=memory_kind, manual=manual, collect=problems)
+    wrong: dict[str, tuple[str, ...]] = {}
+    for problem in problems:
+        wrong[problem.path] = (*wrong.get(problem.path, ()), problem.text)
+    staging = compat.staging()
+    rows = tuple(
+        _row(leaf, planned, plan, wrong.get(planned.path, ()), memory_kind, staging, manual, stored)
+        for leaf, planned in zip(leaves, plan.leaves, strict=True)
+        if planned.shape is not None
+    )
+    axes = list(dict.fromkeys(name for row in rows for name, _ in row.plan.axes or ()))
+    ruled = {c.axis for row in rows for c in row.plan.why if c.rule is not None}
+    named = {*mapping.rules, *ruled}
+    return Explanation(
+        plan,
+        Findings(
+            mesh,
+            mapping,
+            rows,
+            (*lints, *_lints(rows, axes, mapping, mesh, manual)),
+            _totals(plan, rows),
+            tuple(name for name in axes if name not in named),
+            tuple(fixes(problems, mesh, manual)),
+        ),
+    )
+
+
+def _row(
+    leaf: Leaf,
+    planned: LeafPlan,
+    plan: Plan,
+    problems: tuple[str, ...],
+    memory_kind: str | None,
+    staging: bool,
+    manual: frozenset[str],
+    stored: Stored | None,
+) -> Row:
+    why = [] if problems else [report.why_text(c, planned.why, plan.mesh, manual) for c in planned.why]
+    if leaf.own is not None and any(name in leaf.own.rules for name in leaf.names or ()):
+        why.append(f"carries its own mapping {dict(leaf.own.rules)!r}")
+    told = tuple(w for w in (*why, planned.note) if w)
+    placement: Placement | None = None
+    if stored is not None:
+        now, route = stored.now, stored.left if planned.spec is None else stored.route
+    else:
+        placement = placement_of(leaf.value, staging)
+        now, route = (
+            _now_text(leaf.value, placement, plan.mesh),
+            _route_text(planned, placement, plan.mesh, memory_kind),
+        )
+        if now == "deleted" and planned.spec is not None:
+            problems = (*problems, "the array was donated or deleted")
+    if problems:
+        return Row(planned.path, planned, now, "error", told, problems)
+    if placement is None:
+        return Row(planned.path, planned, now, route, told, memory_kind=memory_kind)
+    transient, across = _while_moving(placement, planned, plan, memory_kind)
+    kind = wanted_memory_kind(placement, memory_kind)
+    return Row(planned.path, planned, now, route, told, transient_bytes=transient, across=across, memory_kind=kind)
+
+
+def _while_moving(now: Placement, planned: LeafPlan, plan: Plan, memory_kind: str | None) -> tuple[int, bool]:
+    """The most bytes on one device during a move, and whether it involves several processes."""
+    if planned.spec is None or planned.shape is None or now.kind == "traced" or not isinstance(plan.mesh, Mesh):
+        return 0, False
+    want = NamedSharding(plan.mesh, planned.spec, memory_kind=wanted_memory_kind(now, memory_kind))
+    devices = want.device_set | (now.sharding.device_set if now.kind == "array" and now.sharding else set())
+    across = len({d.process_index for d in devices}) > 1
+    return transient_bytes(now, want, planned.shape, planned.dtype.itemsize), across
+
+
+def _route_text(planned: LeafPlan, now: Placement, mesh: MeshLike, memory_kind: str | None) -> str:
+    if planned.spec is None or planned.shape is None:
+        return Route.LEFT.value
+    if now.kind == "array" and not isinstance(mesh, Mesh):
+        return "needs devices"
+    want = NamedSharding(mesh, planned.spec, memory_kind=wanted_memory_kind(now, memory_kind))
+    return route_for(now, want, planned.shape).value
+
+
+def _now_text(value: Any, now: Placement, mesh: MeshLike) -> str:
+    if now.kind == "array" and value.is_deleted():
+        return "deleted"
+    if now.sharding is None:
+        return now.kind + (f" {now.memory_kind}" if now.memory_kind not in (None, "device") else "")
+    where = _sharding_text(now.sharding, mesh)
+    if not now.committed and now.kind == "array":
+        where += ", uncommitted"
+    # The plain name of a kind that every device has says nothing.
+    return where + (f", {now.memory_kind}" if now.memory_kind not in (None, "device") else "")
+
+
+def _sharding_text(sharding: Any, mesh: MeshLike) -> str:
+    if isinstance(sharding, SingleDeviceSharding):
+        device = next(iter(sharding.device_set))
+        return f"{device.platform}:{device.id}"
+    if not isinstance(sharding, NamedSharding):
+        return type(sharding).__name__
+    text = report.spec_text(sharding.spec)
+    have = sharding.mesh
+    if have == mesh or have.shape != mesh.shape:
+        return text + ("" if have == mesh else f" on mesh {describe(have)}")
+    if isinstance(have, Mesh) and isinstance(mesh, Mesh) and have.devices.tolist() != mesh.devices.tolist():
+        same = set(have.devices.flat) == set(mesh.devices.flat)
+        return text + (" in another device order" if same else " on other devices")
+    return text + ("" if have.axis_types == mesh.axis_types else " on other axis types")
+
+
+def _totals(plan: Plan, rows: Sequence[Row]) -> Totals:
+    placed = [row.plan for row in rows if row.plan.spec is not None and not row.problems]
+    left = [row.plan for row in rows if row.plan.spec is None]
+    return Totals(
+        leaves=len(rows),
+        bytes=sum(row.plan.bytes for row in rows),
+        bytes_per_device=sum(p.bytes_per_device for p in placed),
+        bytes_replicated=sum(p.bytes_per_device for p in placed if not _used(p)),
+        bytes_in_host_memory=sum(
+            row.plan.bytes_per_device
+            for row in rows
+            if row.plan.spec is not None and not row.problems and row.memory_kind in ("pinned_host", "unpinned_host")
+        ),
+        left=len(left),
+        bytes_left=sum(p.bytes for p in left),
+        others=len(plan.leaves) - len(rows),
+        problems=sum(bool(row.problems) for row in rows),
+    )
+
+
+def _used(plan: LeafPlan) -> set[str]:
+    """The mesh axes that a leaf is split over."""
+    return {n for c in plan.why for n in ((c.won,) if isinstance(c.won, str) else (c.won or ()))}
+
+
+# --- lints ------------------------------------------------------------------------------------------------------------
+
+
+def _lints(
+    rows: Sequence[Row], axes: Sequence[str], mapping: AxisMapping, mesh: MeshLike, manual: frozenset[str]
+) -> Iterator[Lint]:
+    unmatched = [key for key in mapping.rules if key not in axes]
+    far = [key for key in unmatched if not did_you_mean(key, axes)]
+    for key in unmatched:
+        if key not in far:
+            yield Lint("unmatched key", f"mapping key {key!r} matches no axis{did_you_mean(key, axes)}")
+    if far:
+        keys = f"key{'s' * (len(far) > 1)} {', '.join(map(repr, far))} match{'es' * (len(far) == 1)}"
+        yield Lint("unmatched key", f"mapping {keys} no axis{_known(axes)}")
+    for key, rule in mapping.rules.items():
+        for name in mesh_axes_of(rule):
+            if name not in mesh.shape:
+                hint = did_you_mean(name, list(mesh.shape))
+                yield Lint(
+                    "absent mesh axis",
+                    f"the rule for {key} ({rule!r}) names mesh axis {name!r}, but the mesh has {describe(mesh)}{hint}",
+                )
+    used = set[str]().union(*(_used(row.plan) for row in rows))
+    for name, size in mesh.shape.items():
+        if size > 1 and name not in used and name not in manual and rows:
+            yield Lint("unused mesh axis", f"mesh axis {name!r}={size} splits no leaf")
+    if mesh.size > 1:
+        yield from _some([lint for row in report.collapse(rows) for lint in _large(row)])
+    yield from _some(
+        [Lint("names do not fit", f"{r.path}: {r.plan.note}") for r in report.collapse(rows) if r.plan.note]
+    )
+
+
+def _known(axes: Sequence[str]) -> str:
+    if not axes:
+        return ": no leaf has axis names"
+    more = ", ..." if len(axes) > MAX_LISTED else ""
+    return f" (the axes are {', '.join(axes[:MAX_LISTED])}{more})"
+
+
+def _large(row: Row) -> Iterator[Lint]:
+    if row.plan.bytes < LARGE or _used(row.plan) or row.problems:
+        return
+    of = report.axes_text(row.plan)
+    size = human_bytes(row.plan.bytes)
+    each = f" ×{row.leaves}" if row.leaves > 1 else ""
+    reason = f"none of {of} is sharded" if row.plan.axes else f"{of} has no axis names"
+    yield Lint("large replica", f"{row.path}{each} is left replicated, {size} each: {reason}")
+
+
+def _some(found: Sequence[Lint]) -> Iterator[Lint]:
+    yield from found[:MAX_LISTED]
+    if len(found) > MAX_LISTED:
+        yield Lint(found[0].kind, f"... and {len(found) - MAX_LISTED} more")

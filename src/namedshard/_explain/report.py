@@ -1,0 +1,413 @@
+"""PURE. An explained plan as text, JSON and HTML.
+
+`Findings` holds one `Row` per array. In text, columns are left out or folded between words until the table fits the
+width, and what needs a sentence (why a candidate lost, what is wrong) stands on a line of its own below its row.
+"""
+
+import dataclasses
+import html
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from rich.text import Text
+
+from namedshard._errors import MAX_LISTED, at, count_of, human_bytes
+from namedshard._explain.table import Column, fit, header, prose, row_lines, total
+from namedshard._plan.mapping import AxisMapping, First, MeshAxes, Rule
+from namedshard._plan.mesh import MeshLike, describe
+from namedshard._plan.plan import BUSY, INDIVISIBLE, AxisChoice, LeafPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One array of an explained tree, or several alike.
+
+    Attributes:
+        path: The leaf path; of several leaves with the indices they cover, as in ``layers[0..5].weight``.
+        plan: Where it goes. A rule that cannot be applied is shown as unsharded there, and told in ``problems``.
+        now: Where it is: ``"abstract"``, ``"traced"``, ``"host"``, ``"deleted"``, or what its sharding is.
+        route: How it gets there, or ``"error"``.
+        why: One sentence per axis whose rule was not simply applied.
+        problems: What is wrong, one sentence each; empty if the leaf can be placed.
+        leaves: How many leaves the row stands for.
+        transient_bytes: The most that each leaf takes on one device while it moves, source and target shards included.
+        across: Whether the move involves several processes.
+        memory_kind: The memory that it will be in; None where only the devices know.
+    """
+
+    path: str
+    plan: LeafPlan
+    now: str
+    route: str
+    why: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    leaves: int = 1
+    transient_bytes: int = 0
+    across: bool = False
+    memory_kind: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lint:
+    """Something about a plan that is not wrong but probably not meant.
+
+    ``kind`` is ``"unmatched key"``, ``"absent mesh axis"``, ``"unused mesh axis"``, ``"large replica"`` or ``"names do
+    not fit"``, and on the command line also ``"unmatched pattern"`` or ``"unnamed"``.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over an explained tree, in bytes.
+
+    Attributes:
+        leaves: Arrays.
+        bytes: Of all arrays, each counted whole once.
+        bytes_per_device: Of the arrays that are and can be placed, on each device.
+        bytes_replicated: The part of ``bytes_per_device`` in arrays that every device holds whole.
+        bytes_in_host_memory: The part of ``bytes_per_device`` in arrays that are, or are wanted, in host memory.
+        left: Arrays that are left as they are.
+        bytes_left: Their bytes.
+        others: Leaves that are no arrays.
+        problems: Arrays that cannot be placed.
+    """
+
+    leaves: int
+    bytes: int
+    bytes_per_device: int
+    bytes_replicated: int
+    bytes_in_host_memory: int
+    left: int
+    bytes_left: int
+    others: int
+    problems: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Findings:
+    """All that is shown of an explained plan."""
+
+    mesh: MeshLike
+    mapping: AxisMapping
+    rows: tuple[Row, ...]
+    lints: tuple[Lint, ...]
+    totals: Totals
+    unmapped: tuple[str, ...]
+    fixes: tuple[str, ...]
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def axes_text(plan: LeafPlan) -> str:
+    """``"vocab=30522, embed=384"``, or the bare shape of an array without names."""
+    if plan.axes is None:
+        return str(plan.shape)
+    return ", ".join(f"{name}={size}" for name, size in plan.axes) or "scalar"
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """``"P('model', None)"``, whatever JAX itself prints."""
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def _placed_axes(row: Row) -> str:
+    """Axes and spec in one: ``"vocab=30522 → data, embed=384"``."""
+    plan = row.plan
+    if plan.axes is None or plan.spec is None or row.problems:
+        return axes_text(plan)
+    out: list[str] = []
+    for (name, size), entry in zip(plan.axes, plan.spec, strict=True):
+        target = "" if entry is None else f" → {entry if isinstance(entry, str) else ' × '.join(entry)}"
+        out.append(f"{name}={size}{target}")
+    return ", ".join(out) or "scalar"
+
+
+def _wanted(row: Row) -> str:
+    if row.problems or row.plan.spec is None:
+        return "-"
+    return spec_text(row.plan.spec) + (f" {row.plan.memory_kind}" if row.plan.memory_kind else "")
+
+
+def _per_device(row: Row) -> str:
+    return "-" if row.problems else human_bytes(row.plan.bytes_per_device)
+
+
+def _names(candidate: MeshAxes) -> tuple[str, ...]:
+    return (candidate,) if isinstance(candidate, str) else (candidate or ())
+
+
+def why_text(choice: AxisChoice, choices: Sequence[AxisChoice], mesh: MeshLike, manual: frozenset[str]) -> str:
+    """Why an axis got what it got; empty where its rule was simply applied."""
+    if not choice.lost:
+        return ""
+    lost = "; ".join(
+        f"{candidate!r} is {_reason(choice, candidate, reason, choices, mesh, manual)}"
+        for candidate, reason in choice.lost
+    )
+    if not isinstance(choice.rule, First):
+        return f"{choice.axis} is left whole: {lost}"
+    outcome = "is left whole" if choice.won is None else f"→ {choice.won!r}"
+    return f"{choice.axis} {outcome} by {choice.rule!r}: {lost}"
+
+
+def _reason(
+    choice: AxisChoice,
+    candidate: MeshAxes,
+    reason: str,
+    choices: Sequence[AxisChoice],
+    mesh: MeshLike,
+    manual: frozenset[str],
+) -> str:
+    names = set(_names(candidate)) - manual
+    if reason == BUSY:
+        return f"busy (axis {next(c.axis for c in choices if c is not choice and names & set(_names(c.won)))} has it)"
+    if reason == INDIVISIBLE:
+        n = math.prod(mesh.shape[name] for name in names)
+        return f"indivisible ({choice.size} = {n}*{choice.size // n} + {choice.size % n})"
+    return reason
+
+
+# --- rows alike -------------------------------------------------------------------------------------------------------
+
+# `[3]` of a sequence, and `.3.` of a checkpoint's tensor names.
+_INDEX = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.)")
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """``"0..5"``, ``"0..2,7"``."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
+
+def collapse(rows: Sequence[Row]) -> list[Row]:
+    """Rows that differ in nothing but one index of their path become one, from the last index to the first."""
+    out = list(rows)
+    depth = max((len(_INDEX.findall(row.path)) for row in out), default=0)
+    for position in reversed(range(depth)):
+        out = _collapse_at(out, position)
+    return out
+
+
+def _collapse_at(rows: Sequence[Row], position: int) -> list[Row]:
+    groups: dict[Any, list[tuple[int, Row]]] = {}
+    for i, row in enumerate(rows):
+        found = list(_INDEX.finditer(row.path))
+        if position >= len(found):
+            groups[i] = [(0, row)]
+            continue
+        start, end = found[position].span()
+        alike = dataclasses.replace(row, path="", plan=dataclasses.replace(row.plan, path=""))
+        groups.setdefault((row.path[:start], row.path[end:], alike), []).append((int(row.path[start:end]), row))
+    out: list[Row] = []
+    for key, members in groups.items():
+        first = members[0][1]
+        if len(members) > 1:
+            covered = _runs([n for n, _ in members])
+            path = f"{key[0]}{covered if key[1].startswith(']') else f'{{{covered}}}'}{key[1]}"
+            first = dataclasses.replace(first, path=path, leaves=sum(row.leaves for _, row in members))
+        out.append(first)
+    return out
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+_BEFORE_PART = re.compile(r"(?<!\.)(?=\.(?!\.)|\[)")
+_AFTER_WORD = re.compile(r"(?<=[, ])(?! )")
+
+
+def _path_text(row: Row) -> str:
+    return at(row.path) + (f" ×{row.leaves}" if row.leaves > 1 else "")
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, Column]:
+    def column(title: str, of: Callable[[Row], str], folds: re.Pattern[str] | None = None, right: bool = False):
+        return Column(title, [of(row) for row in rows], folds, right)
+
+    return {
+        "leaf": column("leaf", _path_text, _BEFORE_PART),
+        "axes": column("axes", lambda r: axes_text(r.plan), _AFTER_WORD),
+        "placed": column("axes", _placed_axes, _AFTER_WORD),
+        "spec": column("spec", _wanted, _AFTER_WORD),
+        "dtype": column("dtype", lambda r: str(r.plan.dtype)),
+        "size": column("per device", _per_device, right=True),
+        "now": column("now", lambda r: r.now, _AFTER_WORD),
+        "route": column("route", lambda r: r.route, _AFTER_WORD),
+    }
+
+
+def _chosen(rows: Sequence[Row], width: int) -> tuple[list[Column], list[Column]]:
+    """The columns to show, and those with the same cell everywhere that are told below the table instead.
+
+    Of the choices that fit, the one that takes the fewest lines; among equals the fullest.
+    """
+    named = _columns(rows)
+    constant = [k for k in ("dtype", "now", "route") if len(set(named[k].cells)) == 1 and len(rows) > 1]
+    whole = ("leaf", "axes", "spec", "dtype", "size", "now", "route")
+    merged = ("leaf", "placed", "dtype", "size", "now", "route")
+    without = [constant[:n] for n in range(len(constant) + 1)]
+    choices = [[named[k] for k in keys if k not in gone] for keys in (whole, merged) for gone in without]
+    fitting = [c for c in choices if total([column.least for column in c]) <= width]
+    best = min(fitting, key=lambda c: fit(c, width), default=None)
+    if best is None or fit(best, width) > 1.5 * len(rows):
+        # A dtype is worth less than a table that can be read.
+        best = [named[k] for k in merged if k not in ("dtype", *constant)]
+        fit(best, width)
+    lifted = [named[k] for k in constant if named[k] not in best]
+    return best, lifted
+
+
+def lines(found: Findings, width: int, *, all: bool = False) -> Iterator[Text]:
+    """The report as styled lines of at most ``width`` cells, longer only where a single word is.
+
+    Args:
+        found: What to show.
+        width: In terminal cells.
+        all: Show every leaf, instead of one row for those that differ only in an index.
+    """
+    rows = found.rows if all else collapse(found.rows)
+    if rows:
+        columns, lifted = _chosen(rows, width)
+        yield from header(columns)
+        for i, row in enumerate(rows):
+            yield from row_lines(columns, i, "red" if row.problems else "dim" if row.plan.spec is None else "")
+            for text in row.why:
+                yield from prose(text, width, "dim", "  ")
+            for text in row.problems:
+                yield from prose(text, width, "red", "  ")
+        yield Text("")
+        if lifted:
+            yield from prose("all leaves: " + ", ".join(f"{c.title} {c.cells[0]}" for c in lifted), width)
+    for text in _totals(found):
+        yield from prose(text, width)
+    for text in _wrong(found):
+        yield from prose(text, width, "red")
+    for lint in found.lints:
+        yield from prose(f"! {lint.text}", width, "yellow")
+
+
+def _count(n: int, noun: str, plural: str) -> str:
+    return f"{n} {noun if n == 1 else plural}"
+
+
+def _totals(found: Findings) -> Iterator[str]:
+    t = found.totals
+    yield (
+        f"{_count(t.leaves, 'leaf', 'leaves')}, {human_bytes(t.bytes)}; on each of"
+        f" {_count(found.mesh.size, 'device', 'devices')} {human_bytes(t.bytes_per_device)},"
+        f" of which {human_bytes(t.bytes_replicated)} replicated"
+        + (f" and {human_bytes(t.bytes_in_host_memory)} in host memory" if t.bytes_in_host_memory else "")
+    )
+    if t.left:
+        yield f"{_count(t.left, 'leaf is left as it is', 'leaves are left as they are')} ({human_bytes(t.bytes_left)})"
+    if t.others:
+        yield f"{_count(t.others, 'leaf is', 'leaves are')} no array"
+    if crossing := [row.transient_bytes for row in found.rows if row.across]:
+        yield (
+            f"{_count(len(crossing), 'move crosses', 'moves cross')} processes, with at most"
+            f" {human_bytes(max(crossing))} of a leaf on a device at a time"
+        )
+    yield f"mesh {describe(found.mesh)}" + (
+        f"; no rule for {', '.join(found.unmapped[:MAX_LISTED])}" if found.unmapped else ""
+    )
+
+
+def _wrong(found: Findings) -> Iterator[str]:
+    if found.totals.problems:
+        yield f"{count_of(found.totals.problems, found.totals.leaves)} cannot be placed"
+    yield from (f"fix: {fix}" for fix in found.fixes)
+
+
+def text(found: Findings, width: int, *, all: bool = False) -> str:
+    """The report as plain text; see `lines`."""
+    return "\n".join(line.plain for line in lines(found, width, all=all))
+
+
+# --- JSON and HTML ----------------------------------------------------------------------------------------------------
+
+
+def _rule_json(rule: Rule) -> Any:
+    if isinstance(rule, First):
+        return {"first": [_rule_json(c) for c in rule.candidates]}
+    return list(rule) if isinstance(rule, tuple) else rule
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    p = row.plan
+    return {
+        "path": row.path,
+        "axes": None if p.axes is None else [list(axis) for axis in p.axes],
+        "shape": list(p.shape or ()),
+        "dtype": str(p.dtype),
+        "spec": None if p.spec is None or row.problems else [_rule_json(entry) for entry in p.spec],
+        "memory_kind": p.memory_kind,
+        "bytes": p.bytes,
+        "bytes_per_device": None if row.problems else p.bytes_per_device,
+        "transient_bytes": None if row.problems else row.transient_bytes,
+        "now": row.now,
+        "route": row.route,
+        "why": [
+            {
+                "axis": c.axis,
+                "size": c.size,
+                "rule": _rule_json(c.rule),
+                "won": _rule_json(c.won),
+                "lost": [{"candidate": _rule_json(candidate), "reason": reason} for candidate, reason in c.lost],
+            }
+            for c in p.why
+        ],
+        "problems": list(row.problems),
+        "note": p.note,
+    }
+
+
+def to_json(found: Findings, indent: int | None) -> str:
+    """The report with every leaf, as JSON."""
+    return json.dumps(
+        {
+            "mesh": dict(found.mesh.shape),
+            "mapping": {name: _rule_json(rule) for name, rule in found.mapping.rules.items()},
+            "indivisible": found.mapping.indivisible,
+            "totals": dataclasses.asdict(found.totals),
+            "unmapped_axes": list(found.unmapped),
+            "lints": [dataclasses.asdict(lint) for lint in found.lints],
+            "fixes": list(found.fixes),
+            "leaves": [_row_json(row) for row in found.rows],
+        },
+        indent=indent,
+    )
+
+
+def to_html(found: Findings) -> str:
+    """The report as an HTML table, for notebooks."""
+    titles = ("leaf", "axes", "spec", "dtype", "per device", "now", "route", "why")
+    head = "".join(f"<th style='text-align:left'>{t}</th>" for t in titles)
+    body: list[str] = []
+    for row in collapse(found.rows):
+        p = row.plan
+        why = "<br>".join(html.escape(w) for w in (*row.why, *row.problems))
+        cells = (_path_text(row), axes_text(p), _wanted(row), str(p.dtype), _per_device(row), row.now, row.route)
+        style = " style='color:#b00020'" if row.problems else ""
+        body.append(
+            f"<tr{style}>"
+            + "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in cells)
+            + f"<td style='text-align:left'>{why}</td></tr>"
+        )
+    below = "<br>".join(html.escape(t) for t in (*_totals(found), *_wrong(found)))
+    lints = "".join(f"<li>{html.escape(lint.text)}</li>" for lint in found.lints)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table><p>{below}</p>" + (
+        f"<ul>{lints}</ul>" if lints else ""
+    )

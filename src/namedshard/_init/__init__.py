@@ -1,0 +1,1 @@
+"""`init`: create a tree with every leaf in its shards."""

@@ -1,0 +1,1 @@
+"""`named_jit` and `fsdp`: compile functions of named arrays."""

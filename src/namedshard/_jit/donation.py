@@ -1,0 +1,172 @@
+"""Donated arguments of compiled functions: which they are, and everything that can go wrong with them."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import DonationError, did_you_mean, message
+from namedshard._jit.program import Output
+from namedshard._types import Tracer
+
+
+def _leaf_mask(spec: Any, value: Any) -> list[bool]:
+    def is_spec_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, bool) or callable(x)
+
+    spec_leaves, spec_def = jax.tree_util.tree_flatten(spec, is_leaf=is_spec_leaf)
+    mask: list[bool] = []
+    for leaf_spec, subtree in zip(spec_leaves, spec_def.flatten_up_to(value), strict=True):
+        for leaf in jax.tree_util.tree_leaves(subtree):
+            mask.append(bool(leaf_spec(leaf)) if callable(leaf_spec) else bool(leaf_spec))
+    return mask
+
+
+def _named_ones(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:
+    """Those of the named donation specs whose argument is among the ``count`` positional ones, by position."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return {}
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [key for key in specs if key not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise DonationError(
+            message(
+                f"{name}: donate_kwargs names {'an argument' if len(unknown) == 1 else 'arguments'} that the function"
+                " does not have",
+                [f"{key!r}{did_you_mean(key, known)}" for key in unknown],
+                fix=f"the arguments with names are {', '.join(known) or 'none'}",
+            )
+        )
+    return {i: specs[p.name] for i, p in enumerate(parameters[:count]) if p.name in known and p.name in specs}
+
+
+def donation_mask(
+    name: str,
+    fn: Callable[..., Any],
+    donate_args: Any,
+    donate_kwargs: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[bool]:
+    """For each leaf of ``(args, kwargs)``: is it donated?
+
+    Raises:
+        DonationError: ``donate_args`` is longer than the arguments, or does not match their structure; or
+            ``donate_kwargs`` names what is no argument.
+    """
+    by_position = [donate_args] * len(args) if isinstance(donate_args, bool) else list(donate_args or ())
+    if len(by_position) > len(args):
+        raise DonationError(
+            message(
+                f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional"
+                " arguments",
+                fix="give one entry per positional argument, and use donate_kwargs for keyword arguments",
+            )
+        )
+    by_position += [False] * (len(args) - len(by_position))
+    by_name = dict.fromkeys(kwargs, donate_kwargs) if isinstance(donate_kwargs, bool) else dict(donate_kwargs or {})
+    if not isinstance(donate_kwargs, bool):
+        for i, spec in _named_ones(name, fn, by_name, len(args)).items():
+            by_position[i] = by_position[i] or spec
+    mask: list[bool] = []
+    named = [*zip(by_position, args, strict=True), *((by_name.get(k, False), kwargs[k]) for k in sorted(kwargs))]
+    for spec, value in named:
+        try:
+            mask += _leaf_mask(spec, value)
+        except ValueError as error:
+            raise DonationError(
+                message(
+                    f"{name}: a donation spec does not match the structure of its argument",
+                    str(error).splitlines()[:1],
+                    fix="give True, False, a function of a leaf, or a tree of these that is a prefix of the argument",
+                )
+            ) from error
+    return mask
+
+
+def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths: Sequence[str]) -> None:
+    """No buffer may be donated and passed again in the same call, not even as part of another array object.
+
+    JAX finds the latter when it runs, and jax 0.10 crashes over it.
+    """
+    places = [compat.first_buffer(x) if type(x) is compat.ArrayImpl and x.size else id(x) for x in arrays]
+    if len(set(places)) == len(places):
+        return
+    counts = Counter(places)
+    shared = dict.fromkeys(places[n] for n in donate if counts[places[n]] > 1)
+    lines: list[str] = []
+    for one in shared:
+        same = [n for n, place in enumerate(places) if place == one]
+        what = "are one array" if len({id(arrays[n]) for n in same}) == 1 else "share their memory"
+        lines.append(f"{' and '.join(paths[n] for n in same)} {what}")
+    if lines:
+        noun = "donated array is" if len(lines) == 1 else "donated arrays are"
+        raise DonationError(
+            message(
+                f"{name}: {len(lines)} {noun} passed more than once",
+                lines,
+                fix="pass a copy (jnp.copy), or do not donate it",
+            )
+        )
+
+
+def can_be_deleted(x: Any) -> bool:
+    """Concrete arrays can."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def check_live(name: str, arrays: Sequence[Any], live: Sequence[int], paths: Sequence[str]) -> None:
+    """Name the arguments that were donated or deleted before. ``live`` numbers those that may have been."""
+    gone = [n for n in live if arrays[n].is_deleted()]
+    if gone:
+        noun = "argument leaf was" if len(gone) == 1 else "argument leaves were"
+        raise DonationError(
+            message(
+                f"{name}: {len(gone)} {noun} donated or deleted before this call",
+                [paths[n] for n in gone],
+                fix="use the result of the call that they were donated to",
+            )
+        ) from None
+
+
+def check_donatable(
+    name: str, arrays: Sequence[Any], donate: Sequence[int], outputs: Sequence[Output], paths: Sequence[str]
+) -> None:
+    """A donated buffer can only become an output of its own shape, dtype, shard shape and memory kind.
+
+    A donated argument that no output is like is merely freed.
+    """
+    lines: list[str] = []
+    for n in donate:
+        x = arrays[n]
+        if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
+            continue
+        alike = [o for o in outputs if o.shape == x.shape and o.dtype == x.dtype]
+        if not alike or any(_fits(x, o) for o in alike):
+            continue
+        have, like = x.sharding, alike[0]
+        if have.memory_kind != like.memory_kind:
+            lines.append(f"{paths[n]}: memory kind {have.memory_kind!r}, but {like.path} is in {like.memory_kind!r}")
+        elif like.asked is not None:
+            spec = getattr(have, "spec", type(have).__name__)
+            lines.append(f"{paths[n]}: spec {spec}, but {like.path} has {like.asked.spec}")
+    if lines:
+        noun = "argument leaf" if len(lines) == 1 else "argument leaves"
+        raise DonationError(
+            message(
+                f"{name}: {len(lines)} donated {noun} cannot become the output of the same shape",
+                lines,
+                fix="give input and output the same mapping and memory kind, or do not donate it",
+            )
+        )
+
+
+def _fits(x: Any, output: Output) -> bool:
+    if x.sharding.memory_kind != output.memory_kind:
+        return False
+    return output.asked is None or x.sharding.shard_shape(x.shape) == output.asked.shard_shape(x.shape)

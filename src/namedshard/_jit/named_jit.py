@@ -1,0 +1,499 @@
+"""`named_jit`: compile functions of named arrays, by way of one flat ``jax.jit`` per signature.
+
+A call flattens its arguments once, looks the program up by structure, avals and shardings, and unflattens once. All
+checks happen when a signature is new.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
+from namedshard._jit.arguments import argument_leaves, expectations, holder_of, mapping_in_fix, mismatch_text
+from namedshard._jit.donation import can_be_deleted, check_donatable, check_live, check_shared, donation_mask
+from namedshard._jit.program import Program, check_host_outputs, check_trace, make_program, program_key, told
+from namedshard._jit.signature import check_hashable, held_values, number_types, same_objects, signature, static_key
+from namedshard._jit.stages import Lowered
+from namedshard._jit.store import Call, OnMismatch, Options, Report, store_of_function, store_of_structure, weakly
+from namedshard._place.shard import place_leaves
+from namedshard._plan.leaves import Leaf, is_array_like
+from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
+from namedshard._plan.mesh import MeshLike, context_mesh, describe
+from namedshard._processes.breaks import BROKEN, refuse_compiled
+from namedshard._types import PyTree, PyTreeDef, Tracer
+
+_NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+
+
+class NamedJit:
+    """A compiled function of named arrays; made by `named_jit`."""
+
+    def __init__(self, fn: Callable[..., Any], options: Options):
+        # Not its attributes: those of a module would hide this object's own.
+        functools.update_wrapper(self, fn, updated=())
+        self._fn = fn
+        self._options = options
+        # A function that holds arrays (a module, a method of one, a partial) is an argument like the others.
+        holder = holder_of(fn)
+        self._prefix: tuple[Any, ...] = () if holder is None else (holder,)
+        self._fn_leaf_count = len(jax.tree_util.tree_leaves(self._prefix))
+        self._store = (
+            store_of_function(fn, options)
+            if holder is None
+            else store_of_structure(jax.tree_util.tree_structure(holder), options)
+        )
+        named = fn.func if isinstance(fn, functools.partial) else fn
+        self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundNamedJit(self, instance)
+
+    def __repr__(self) -> str:
+        return f"named_jit({self._name})"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled function; traces and compiles when the signature is new."""
+        store = self._store
+        if BROKEN:
+            refuse_compiled(self._name, jax.tree_util.tree_leaves((*self._prefix, args, kwargs)), context_mesh())
+        call, leaves = self._find(args, kwargs)
+        program = call.program
+        arrays = leaves if program.arrays is None else [leaves[i] for i in program.arrays]
+        if compat.CRASHES_ON_DELETED or call.moves or not call.settled:
+            check_live(self._name, arrays, call.live, call.paths)
+        if program.donate:
+            check_shared(self._name, arrays, program.donate, call.paths)
+        if not call.settled:
+            self._require_devices(program.mesh)
+            self._check(call, arrays)
+        if call.moves:
+            arrays = self._place(arrays, call)
+        try:
+            out = program.jitted(*arrays) if call.settled else self._first_run(call, arrays)
+        except RuntimeError:
+            check_live(self._name, arrays, call.live, call.paths)
+            raise
+        store.runs = call.used = store.runs + 1
+        return program.finish(arrays, out) if program.empty or program.surrender else program.build(out)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
+        """What to do for these arguments, and their leaves."""
+        store = self._store
+        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
+        given = self._options.axis_resources
+        mapping = current_mapping() if given is None else given
+        context = compat.trace_key()
+        try:
+            now = compat.placements(leaves), mapping, context, treedef
+        except AttributeError:
+            now = None
+        # Mostly the same as in the last call, which is told by identity and faster than by hash.
+        seen, call = store.last
+        key = None
+        if now is None or now != seen:
+            key = treedef, signature(leaves), mapping, context
+            try:
+                call = store.calls.get(key)
+            except TypeError:
+                check_hashable(self._name, self._walk(args, kwargs))
+                raise
+        if call is not None and call.held is not None:
+            held = held_values(treedef)
+            if not same_objects(held, call.held[0]) and (numbers := number_types(held)) != call.held[1]:
+                # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
+                key = treedef, signature(leaves), mapping, context
+                call = store.calls.get(key)
+                if call is not None and call.held is not None and call.held[1] != numbers:
+                    key = (*key, numbers)
+                    call = store.calls.get(key)
+        if call is None:
+            assert key is not None
+            call = self._prepare(key, leaves, treedef, mapping, args, kwargs)
+        if key is not None:
+            store.last = now, call
+        return call, leaves
+
+    def _prepare(
+        self,
+        key: tuple[Any, ...],
+        leaves: Sequence[Any],
+        treedef: PyTreeDef,
+        mapping: AxisMapping | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        options, store = self._options, self._store
+        with store.lock:
+            mesh = context_mesh()
+            self._require_mesh(mapping, mesh)
+            walked = self._walk(args, kwargs)
+            wanted = expectations(walked, options.in_axis_resources, mapping, mesh)
+            bad = [i for i, e in enumerate(wanted) if e.mismatch is not None]
+            if bad:
+                text = mismatch_text(
+                    self._name,
+                    [(walked[i], wanted[i]) for i in bad],
+                    sum(is_array_like(leaf.value) for leaf in walked),
+                    mapping_in_fix(options.in_axis_resources, options.axis_resources, mapping),
+                    mesh,
+                )
+                if options.on_mismatch == "warn":
+                    self._warn(text)
+                elif options.on_mismatch == "error" or any(wanted[i].place is None for i in bad):
+                    raise MismatchError(text)
+            reshard = options.on_mismatch == "reshard"
+            placed = [e.place if e.mismatch is None or reshard else None for e in wanted]
+            held = held_values(treedef)
+            numbers = number_types(held)
+            full_key = (treedef, numbers, program_key(walked, placed), *key[2:])
+            program = store.programs.get(full_key)
+            if program is None:
+                program = self._make(leaves, treedef, [leaf.path for leaf in walked], mapping, mesh, args, kwargs)
+                store.programs[full_key] = program
+            numbers_of = range(len(leaves)) if program.arrays is None else program.arrays
+            position = {i: n for n, i in enumerate(numbers_of)}
+            call = Call(
+                program,
+                tuple(leaf.path for leaf in walked),
+                tuple(walked[i].path for i in position),
+                tuple(n for i, n in position.items() if can_be_deleted(leaves[i])),
+                tuple((position[i], want) for i, want in enumerate(placed) if want is not None),
+                tuple(position[i] for i in bad) if reshard else (),
+                None if numbers is None else (held, numbers),
+            )
+            self._hint_numbers(walked)
+            store.add(key, call)
+            return call
+
+    def _make(
+        self,
+        leaves: Sequence[Any],
+        treedef: PyTreeDef,
+        paths: Sequence[str],
+        mapping: AxisMapping | None,
+        mesh: MeshLike | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Program:
+        options = self._options
+        mask = [False] * self._fn_leaf_count
+        mask += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
+        out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
+        fn = None if self._prefix else weakly(self._fn)
+        jit_kwargs = dict(options.jit_kwargs)
+        told_as = told(self._fn, [path for x, path in zip(leaves, paths, strict=True) if is_array_like(x)])
+        return make_program(self._name, fn, told_as, treedef, leaves, mask, mapping, out_mapping, mesh, jit_kwargs)
+
+    def _check(self, call: Call, arrays: Sequence[Any]) -> list[Any]:
+        """What only the trace tells, before anything moves or runs; returns the arguments as they will be placed."""
+        program, placed = call.program, list(arrays)
+        for n, want in call.moves:
+            x = placed[n]
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+            weak = bool(getattr(x, "weak_type", False))
+            placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
+        if not program.checked and (text := check_trace(program, placed)):
+            self._warn(text)
+        if program.donate:
+            check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
+        return placed
+
+    def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
+        options = self._options
+        if mesh is None and any((options.in_axis_resources, options.out_axis_resources, mapping)):
+            raise NoMeshError(
+                message(
+                    f"{self._name}: there is an axis mapping, but no mesh is in force",
+                    fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
+                )
+            )
+        hint = "" if mesh is not None or mapping is not None else thread_hint()
+        if hint:
+            self._warn(
+                message(
+                    f"{self._name}: no axis mapping and no mesh is in force{hint}",
+                    fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
+                )
+            )
+
+    def _require_devices(self, mesh: MeshLike | None) -> None:
+        if isinstance(mesh, AbstractMesh) and compat.nothing_traced():
+            raise NoMeshError(
+                message(
+                    f"{self._name}: the mesh in force ({describe(mesh)}) is abstract and has no devices",
+                    fix="enter jax.set_mesh(mesh) around the call; an abstract mesh will do for eval_shape",
+                )
+            )
+
+    def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
+        return argument_leaves(self._fn, self._prefix, args, kwargs)
+
+    def _hint_numbers(self, walked: Sequence[Leaf]) -> None:
+        for leaf in walked:
+            if type(leaf.value) not in (bool, int, float, complex):
+                continue
+            seen = self._store.numbers_seen[leaf.path]
+            if len(seen) < 3:
+                seen.add(static_key(leaf.value))
+                if len(seen) == 3:
+                    self._warn(
+                        message(
+                            f"{self._name}: argument {leaf.path} is a Python {type(leaf.value).__name__} and has had 3"
+                            " distinct values; each of them compiles the function again",
+                            fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
+                        )
+                    )
+
+    # --- around a run -------------------------------------------------------------------------------------------------
+
+    def _place(self, arrays: Sequence[Any], call: Call) -> list[Any]:
+        placed = place_leaves(call.paths, arrays, call.moves, call.program.donate)
+        if call.reshards:
+            store = self._store
+            moved = sum(arrays[n].nbytes for n in call.reshards)
+            store.reshards += len(call.reshards)
+            store.bytes_moved += moved
+            call.streak = call.streak + 1 if call.last_run == store.runs - 1 else 1
+            call.last_run = store.runs
+            if call.streak == 3:
+                self._warn(
+                    message(
+                        f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",
+                        [f"{call.paths[n]}: {human_bytes(arrays[n].nbytes)}" for n in call.reshards],
+                        fix="place them once, before the loop, with ns.shard",
+                    )
+                )
+        return placed
+
+    def _first_run(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any]:
+        with call.program.counting():
+            check_host_outputs(call.program, arrays)
+            out = call.program.jitted(*arrays)
+        call.settled = True
+        self._compare_outputs(call, out)
+        return out
+
+    def _compare_outputs(self, call: Call, out: Sequence[Any]) -> None:
+        """Are the outputs where the mapping wants them?"""
+        lines: list[str] = []
+        for x, output in zip(out, call.program.outputs, strict=True):
+            asked = output.asked
+            if asked is None or not x.size or isinstance(x, Tracer) or not isinstance(asked.mesh, Mesh):
+                continue
+            have = x.sharding
+            if have.memory_kind != asked.memory_kind:
+                lines.append(f"{output.path}: in memory {have.memory_kind!r}, but {asked.memory_kind!r} was asked for")
+            elif not have.is_equivalent_to(asked, x.ndim):
+                lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
+        if lines:
+            self._warn(
+                message(
+                    f"{self._name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
+                    lines,
+                    fix="move the result after the call with ns.shard",
+                )
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._store.warned:
+            self._store.warned.add(text)
+            warn_user(text)
+
+    # --- the other doors ----------------------------------------------------------------------------------------------
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """Lower for arguments (arrays or ``jax.ShapeDtypeStruct``s), as ``jax.jit(...).lower`` does.
+
+        Returns:
+            A `Lowered`, whose ``compile()`` gives a function that takes the same arguments.
+
+        Raises:
+            NamedShardError: As a call does.
+        """
+        return self.lower_bound((), args, kwargs)
+
+    def lower_bound(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
+        """Lower with some leading arguments that the result does not ask for again."""
+        call, arrays = self._abstract((*bound, *args), kwargs)
+        return Lowered(call.program.jitted.lower(*arrays), call, self._prefix, bound)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
+        """The result's structure, shapes and dtypes, without running anything.
+
+        Args:
+            *args: Arrays or ``jax.ShapeDtypeStruct``s.
+            **kwargs: The same.
+
+        Returns:
+            The result with a ``jax.ShapeDtypeStruct`` for each array, which has a sharding where a mapping decides it.
+
+        Raises:
+            NamedShardError: As a call does.
+        """
+        program = self._abstract(args, kwargs)[0].program
+        return program.build(
+            [jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=o.asked, weak_type=o.weak_type) for o in program.outputs]
+        )
+
+    def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
+        """The arguments as they would be once placed, and the program, traced."""
+        call, leaves = self._find(args, kwargs)
+        return call, self._check(call, call.program.picked(leaves))
+
+    def report(self) -> Report:
+        """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
+        store = self._store
+        return Report(store.runs, store.traces, store.compiles, store.reshards, store.bytes_moved)
+
+
+@jax.tree_util.register_pytree_node_class
+class BoundNamedJit:
+    """A `NamedJit` used as a method, with its instance; a tree, so that the instance's arrays are seen."""
+
+    def __init__(self, jitted: NamedJit, instance: Any):
+        self.__func__ = jitted
+        self.__self__ = instance
+        self.__wrapped__ = jitted
+        self.report = jitted.report
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """Lower the method; see `NamedJit.lower`."""
+        return self.__func__.lower_bound((self.__self__,), args, kwargs)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
+        """The method's result without running it; see `NamedJit.eval_shape`."""
+        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], NamedJit]:
+        """The instance, with the function as metadata."""
+        return (self.__self__,), self.__func__
+
+    @classmethod
+    def tree_unflatten(cls, aux: NamedJit, children: Sequence[Any]) -> "BoundNamedJit":
+        """The inverse of `tree_flatten`."""
+        return cls(aux, children[0])
+
+
+def _frozen(spec: Any) -> Any:
+    """A hashable form, so that wrappings with equal specs share their programs."""
+    if isinstance(spec, list):
+        return tuple(spec)
+    return tuple(sorted(spec.items())) if isinstance(spec, dict) else spec
+
+
+@overload
+def named_jit(
+    fn: Callable[..., Any],
+    axis_resources: MappingLike | None = None,
+    *,
+    in_axis_resources: MappingLike | None = None,
+    out_axis_resources: MappingLike | None = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    on_mismatch: OnMismatch = "error",
+    **jit_kwargs: Any,
+) -> NamedJit: ...
+
+
+@overload
+def named_jit(
+    fn: None = None,
+    axis_resources: MappingLike | None = None,
+    *,
+    in_axis_resources: MappingLike | None = None,
+    out_axis_resources: MappingLike | None = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    on_mismatch: OnMismatch = "error",
+    **jit_kwargs: Any,
+) -> Callable[[Callable[..., Any]], NamedJit]: ...
+
+
+def named_jit(
+    fn: Callable[..., Any] | None = None,
+    axis_resources: MappingLike | None = None,
+    *,
+    in_axis_resources: MappingLike | None = None,
+    out_axis_resources: MappingLike | None = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    on_mismatch: OnMismatch = "error",
+    **jit_kwargs: Any,
+) -> NamedJit | Callable[[Callable[..., Any]], NamedJit]:
+    """Compile a function of named arrays, with Haliax's signature; a decorator or a call.
+
+    Arrays (JAX's, numpy's and numpy scalars) are traced; every other leaf is static and keyed with its type, so that
+    ``1``, ``1.0`` and ``True`` are three programs. The function's Python body runs once per distinct signature.
+    Before a new signature runs, every argument is compared with what it must be, and all that do not fit are named at
+    once. What a function holds (a module, a method of one, a partial) is an argument like the others; of a method, the
+    instance is the first argument.
+
+    Args:
+        fn: The function; None to use this as a decorator.
+        axis_resources: The mapping in force inside the function; the context's at the call by default.
+        in_axis_resources: What each named argument must be sharded by; by default an argument may have any spec, but
+            must be on the context mesh. Host arrays and uncommitted ones are placed by this mapping, else by
+            ``axis_resources``.
+        out_axis_resources: How named results are sharded; ``axis_resources`` by default. Plain results are left to the
+            compiler.
+        donate_args: For each positional argument: True, False, a function of a leaf, or a tree of these that is a
+            prefix of the argument.
+        donate_kwargs: The same by name, however the argument is passed; True for all that are passed by keyword.
+        on_mismatch: ``"error"``; ``"reshard"`` moves just the arguments that do not fit, in one batch, and warns at the
+            third call in a row that moves the same ones; ``"warn"`` goes on with JAX's own behaviour.
+        **jit_kwargs: For ``jax.jit``: ``keep_unused``, ``inline``, ``compiler_options``, ...
+
+    Returns:
+        The compiled function, with `NamedJit.lower`, `NamedJit.eval_shape` and `NamedJit.report`.
+
+    Raises:
+        TypeError: A keyword is not for this function.
+        NoMeshError: (At a call.) There is a mapping, but no mesh in force.
+        MismatchError: (At a call.) Committed arguments are not placed as needed.
+        IgnoredTransferError: (At a call.) Traced code has a ``device_put`` that the compiler would ignore.
+        DonationError: (At a call.) A donated argument cannot be donated, is passed twice, or was donated before.
+        StaticArgumentError: (At a call.) A leaf is neither an array nor hashable.
+
+    Examples:
+        >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+        >>> double = ns.named_jit(lambda x: x * 2, {"batch": "data"})
+        >>> with jax.set_mesh(mesh):
+        ...     y = double(hax.named(jnp.arange(4.0), "batch"))
+        >>> y.array.tolist(), double.report().traces
+        ([0.0, 2.0, 4.0, 6.0], 1)
+    """
+    for name in _NOT_TAKEN:
+        if name in jit_kwargs:
+            raise TypeError(
+                f"named_jit takes no {name}: named arguments and results are placed by in_axis_resources and"
+                " out_axis_resources, non-array arguments are static, and donate_args donates"
+            )
+    if on_mismatch not in ("error", "reshard", "warn"):
+        raise TypeError(f"on_mismatch={on_mismatch!r}: use 'error', 'reshard' or 'warn'")
+
+    def as_mapping(given: MappingLike | None) -> AxisMapping | None:
+        return given if given is None or isinstance(given, AxisMapping) else AxisMapping(given)
+
+    options = Options(
+        as_mapping(axis_resources),
+        as_mapping(in_axis_resources),
+        as_mapping(out_axis_resources),
+        _frozen(donate_args),
+        _frozen(donate_kwargs),
+        on_mismatch,
+        tuple(sorted(jit_kwargs.items())),
+    )
+
+    def wrap(function: Callable[..., Any]) -> NamedJit:
+        return NamedJit(function, options)
+
+    return wrap if fn is None else wrap(fn)

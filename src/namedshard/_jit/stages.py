@@ -1,0 +1,176 @@
+"""What `named_jit`'s ``lower`` gives: JAX's own stages, called with the user's arguments."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from namedshard._errors import MismatchError, message
+from namedshard._jit.donation import can_be_deleted, check_live, check_shared
+from namedshard._jit.mismatch import compare, mismatch_message
+from namedshard._jit.signature import held_values, number_types, static_key
+from namedshard._jit.store import Call
+from namedshard._place.route import placement_of
+from namedshard._place.shard import place_leaves
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputPlacement:
+    """One output of a compiled function.
+
+    Attributes:
+        path: The leaf path in the result.
+        asked: The sharding that its mapping asks for, or None where the compiler chose.
+        got: The sharding it comes out with.
+    """
+
+    path: str
+    asked: NamedSharding | None
+    got: Any
+
+
+class _Stage:
+    """Passes everything else on to JAX's own stage."""
+
+    def __init__(self, stage: Any):
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+class Compiled(_Stage):
+    """A compiled program that takes the arguments it was lowered for; all else as ``jax.stages.Compiled``."""
+
+    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
+        super().__init__(stage)
+        self._call = call
+        self._prefix = prefix
+        self._bound = bound
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run it.
+
+        Raises:
+            TypeError: The arguments have another structure, other static values, shapes or dtypes than those it was
+                lowered for.
+            MismatchError: Committed arguments are not placed as it needs them.
+            DonationError: A donated argument is passed twice, or was donated before.
+        """
+        call, program = self._call, self._call.program
+        leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, (*self._bound, *args), kwargs))
+        self._check_structure(leaves, treedef)
+        arrays = program.picked(leaves)
+        check_live(program.name, arrays, [n for n, x in enumerate(arrays) if can_be_deleted(x)], call.paths)
+        if program.donate:
+            check_shared(program.name, arrays, program.donate, call.paths)
+        # Where it was lowered for structs, an array that is committed elsewhere is a mismatch, as in a call.
+        moves = [
+            (n, want)
+            for n, want in call.moves
+            if n in call.reshards or not placement_of(arrays[n], staging=False).committed
+        ]
+        values = place_leaves(call.paths, arrays, moves, program.donate) if moves else arrays
+        try:
+            out = self._stage(*values)
+        except (TypeError, ValueError):
+            self._check_types(values)
+            self._check_places(values)
+            raise
+        return program.finish(values, out)
+
+    def _check_structure(self, leaves: Sequence[Any], treedef: Any) -> None:
+        program = self._call.program
+        numbers = None if self._call.held is None else self._call.held[1]
+        if treedef != program.treedef or number_types(held_values(treedef)) != numbers:
+            raise TypeError(
+                message(
+                    f"{program.name}: the arguments have another structure than those it was lowered for",
+                    [f"lowered for {program.treedef}", f"called with {treedef}"],
+                    fix="lower it again for these arguments",
+                )
+            )
+        arrays = range(len(leaves)) if program.arrays is None else program.arrays
+        held = set(arrays)
+        differ = [
+            f"{path}: lowered for {was!r}, called with {now!r}"
+            for i, (path, was, now) in enumerate(zip(self._call.names, program.statics, leaves, strict=True))
+            if i not in held and static_key(was) != static_key(now)
+        ]
+        if differ:
+            raise TypeError(
+                message(
+                    f"{program.name}: static arguments have other values than those it was lowered for",
+                    differ,
+                    fix="lower it again for these arguments",
+                )
+            )
+
+    def _check_types(self, values: Sequence[Any]) -> None:
+        wanted = jax.tree_util.tree_leaves(self._stage.in_avals)
+        lines = [
+            f"{path}: lowered for {want.str_short()}, called with {jax.typeof(x).str_short()}"
+            for path, want, x in zip(self._call.paths, wanted, values, strict=True)
+            if (want.shape, want.dtype) != (jax.typeof(x).shape, jax.typeof(x).dtype)
+        ]
+        if lines:
+            raise TypeError(
+                message(
+                    f"{self._call.program.name}: {len(lines)} of {len(wanted)} arguments have other types than those it"
+                    " was lowered for",
+                    lines,
+                    fix="lower it again for these arguments",
+                )
+            ) from None
+
+    def _check_places(self, values: Sequence[Any]) -> None:
+        # None stands for arguments that nothing depends on.
+        wanted = jax.tree_util.tree_leaves(self._stage.input_shardings, is_leaf=lambda x: x is None)
+        found: list[Any] = []
+        fixes: list[str] = []
+        for path, want, x in zip(self._call.paths, wanted, values, strict=True):
+            if not (getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh)):
+                continue
+            bad = compare(path, x, want, want.mesh, want)
+            if bad is not None:
+                found.append(bad)
+        if found:
+            fixes = ["place them as they were when it was lowered, or lower it again for these arguments"]
+            raise MismatchError(mismatch_message(self._call.program.name, found, len(values), fixes)) from None
+
+    def outputs(self) -> tuple[OutputPlacement, ...]:
+        """For each array output, what its mapping asks for and where it comes out."""
+        program = self._call.program
+        got = dict(enumerate(jax.tree_util.tree_leaves(self._stage.output_shardings)))
+        got.update(program.empty)
+        return tuple(OutputPlacement(o.path, o.asked, got[n]) for n, o in enumerate(program.outputs))
+
+    def explain(self) -> str:
+        """Each output in a line: its path, the spec it comes out with, and who decided."""
+        placements = self.outputs()
+        chosen = sum(p.asked is None for p in placements)
+        lines: list[str] = []
+        for p in placements:
+            by = "as mapped" if p.asked is not None else "chosen by the compiler"
+            lines.append(f"{p.path}: {getattr(p.got, 'spec', p.got)} ({by})")
+        noun = f"output{'' if len(placements) == 1 else 's'} {'has' if chosen == 1 else 'have'}"
+        headline = f"{self._call.program.name}: {chosen} of {len(placements)} {noun} no mapping"
+        return message(headline + (", so the compiler chose" if chosen else ""), lines)
+
+
+class Lowered(_Stage):
+    """A lowered program; all else as ``jax.stages.Lowered``."""
+
+    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
+        super().__init__(stage)
+        self._call = call
+        self._prefix = prefix
+        self._bound = bound
+
+    def compile(self, compiler_options: Any = None) -> Compiled:
+        """Compile it."""
+        with self._call.program.counting():
+            stage = self._stage.compile(compiler_options)
+        return Compiled(stage, self._call, self._prefix, self._bound)

@@ -1,0 +1,337 @@
+"""`offload` and `offload_optimizer`: chosen leaves live in host memory, verified."""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of, message
+from namedshard._offload.budget import update_within
+from namedshard._place.gather import parse_bytes
+from namedshard._place.moves import change_memory, check_narrowing
+from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
+from namedshard._plan.mesh import context_mesh
+from namedshard._types import Device, Tracer
+
+Where: TypeAlias = str | Callable[[str, Any], bool]
+
+
+def _predicate(where: Where) -> Callable[[str, Any], bool]:
+    if not isinstance(where, str):
+        return where
+    try:
+        pattern = re.compile(where)
+    except re.error as error:
+        raise OffloadError(f"where={where!r} is not a regular expression: {error}") from error
+    # Leaf paths have no leading dot; a pattern like r"\\.mu" must match a state whose root has the field, too.
+    return lambda path, leaf: bool(pattern.search(path) or pattern.search("." + path))
+
+
+def _per_device(x: Any) -> int | None:
+    """Bytes on each device, or None while tracing where types do not tell the shards: on Auto axes."""
+    if not x.ndim or (isinstance(x, Tracer) and jax.device_count() == 1):
+        return _bytes(x)
+    if isinstance(x, Tracer):
+        sharding = jax.typeof(x).sharding
+        mesh = sharding.mesh
+        if mesh.size != 1 and (mesh.empty or any(t != AxisType.Explicit for t in mesh.axis_types)):
+            return None
+    else:
+        sharding = getattr(x, "sharding", None)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def _is_array(x: Any) -> bool:
+    return is_array_like(x) and jax_can_hold(x.dtype)
+
+
+def _candidates(leaves: Sequence[Leaf], where: Where, min_size: int) -> list[int]:
+    """Leaves that may go to host memory: chosen, arrays, no scalars, large enough."""
+    chosen = _predicate(where)
+    found = [i for i, leaf in enumerate(leaves) if _is_array(leaf.value) and chosen(leaf.path, leaf.value)]
+    sized = [i for i in found if leaves[i].value.ndim and _bytes(leaves[i].value) >= max(1, min_size)]
+    if not sized:
+        arrays = [f"{leaf.path} ({_bytes(leaf.value)} bytes)" for leaf in leaves if _is_array(leaf.value)]
+        reason = "scalars" if not min_size else f"scalars, or smaller than min_size={min_size} bytes"
+        which = f"the only matches are {reason}" if found else "nothing matches"
+        raise OffloadError(message(f"where={where!r} selects no leaf for host memory: {which}; the arrays are", arrays))
+    return sized
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: int) -> list[int]:
+    """The largest candidates, until what stays takes at most ``fit`` bytes per device."""
+    arrays = {i: leaf.value for i, leaf in enumerate(leaves) if _is_array(leaf.value)}
+    if sum(map(_bytes, arrays.values())) <= fit:
+        return []
+    sizes = {i: size for i, x in arrays.items() if (size := _per_device(x)) is not None}
+    if unknown := [leaves[i].path for i in arrays if i not in sizes]:
+        raise OffloadError(
+            message(
+                f"fit={fit} bytes per device cannot be counted while tracing: the shards of"
+                f" {count_of(len(unknown), len(leaves))} are not known",
+                unknown,
+                fix="call init by itself, outside of jit, eval_shape and ns.init: the state gets the parameters' shards"
+                " there",
+            )
+        )
+    staying = sum(sizes.values())
+    chosen: list[int] = []
+    for i in sorted(candidates, key=lambda i: (-sizes[i], i)):
+        if staying <= fit:
+            break
+        staying -= sizes[i]
+        chosen.append(i)
+    if staying > fit:
+        raise OffloadError(
+            message(
+                f"fit={fit} bytes per device cannot be reached: {staying} bytes stay with every selected leaf in host"
+                " memory",
+                fix="select more leaves with where, shard the states over more devices, or allow more bytes",
+            )
+        )
+    return sorted(chosen)
+
+
+def _a_device(leaves: Sequence[Leaf]) -> Device:
+    """A device of this process that the leaves are on; while tracing, of the mesh in force."""
+    placed = [x.value for x in leaves if isinstance(x.value, jax.Array) and not isinstance(x.value, Tracer)]
+    near = [d for x in placed[:1] for d in x.sharding.addressable_devices]
+    mesh = context_mesh()
+    if not near and isinstance(mesh, Mesh):
+        near = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    return (near or jax.local_devices())[0]
+
+
+def _check_kind(memory_kind: str, leaves: Sequence[Leaf]) -> None:
+    device = _a_device(leaves)
+    kinds = sorted(m.kind for m in device.addressable_memories())
+    if memory_kind not in kinds:
+        raise MemoryKindError(
+            message(
+                f"memory kind {memory_kind!r} is not offered by {device.platform} devices,"
+                f" which have {', '.join(map(repr, kinds))}",
+                fix=f"use one of {', '.join(map(repr, kinds))}",
+            )
+        )
+
+
+def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
+    values = {leaves[i].path: leaves[i].value for i in chosen}
+    arrays = {path: x for path, x in values.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
+    if gone := [at(path) for path, x in arrays.items() if x.is_deleted()]:
+        raise DeletedArrayError(
+            message(
+                f"{count_of(len(gone), len(leaves))} cannot be moved: the array was donated or deleted",
+                gone,
+                fix="keep the result of the call that the array was donated to, and use that",
+            )
+        )
+
+
+def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> list[Any]:
+    _check_deleted(leaves, chosen)
+    on_host = [leaves[i] for i in chosen if not isinstance(leaves[i].value, jax.Array | jax.ShapeDtypeStruct)]
+    check_narrowing(on_host, len(leaves))
+    values = [leaf.value for leaf in leaves]
+    for i, moved in zip(chosen, change_memory([values[i] for i in chosen], memory_kind), strict=True):
+        values[i] = moved
+    return values
+
+
+def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host", *, min_size: int = 0) -> PyTree:
+    """Put chosen leaves of a tree into host memory; shards, values and the tree's structure stay as they are.
+
+    Works eagerly and in compiled code. One array object in two places of the tree stays one. Numpy arrays become JAX
+    arrays on the devices that ``jax.numpy`` would put them on (the mesh of ``jax.set_mesh``, replicated, or the default
+    device), ``jax.ShapeDtypeStruct``s get their sharding with the memory kind. Arithmetic on the result needs it back
+    on the device: ``ns.shard(..., memory_kind="device")``.
+
+    Args:
+        tree: Any pytree. Its arrays (any shape, dtype and placement) may be chosen, all else is left as it is.
+        where: A regular expression, searched for in each leaf path, or a predicate of (leaf path, leaf).
+        memory_kind: The memory kind to move to.
+        min_size: Only arrays of at least so many bytes are moved. Scalars never are.
+
+    Returns:
+        The tree with the chosen leaves in that memory.
+
+    Raises:
+        OffloadError: Nothing is chosen (lists the leaves there are), or the pattern is no regular expression.
+        MemoryKindError: The devices do not offer the memory kind, or compiled code has no word for it: there it is
+            ``"pinned_host"`` or ``"device"``.
+        DeletedArrayError: A chosen array was donated or deleted before.
+        NarrowingError: A 64-bit integer in a numpy array does not fit the 32 bits that JAX would keep.
+
+    Examples:
+        >>> import jax.numpy as jnp, namedshard as ns
+        >>> tree = ns.offload({"big": jnp.ones((4, 4)), "step": jnp.int32(0)}, where="big")
+        >>> tree["big"].sharding.memory_kind, tree["step"].sharding.memory_kind
+        ('pinned_host', 'device')
+    """
+    leaves = named_leaves(tree)
+    chosen = _candidates(leaves, where, min_size)
+    _check_kind(memory_kind, leaves)
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), _moved(leaves, chosen, memory_kind))
+
+
+def _kind_of(x: Any) -> str:
+    if isinstance(x, Tracer):
+        return compat.memory_kind_of_traced(x)
+    return (x.sharding.memory_kind or "device") if isinstance(x, jax.Array) else "device"
+
+
+@functools.cache
+def _check_compiler(device: Device, memory_kind: str) -> None:
+    """Compile one transfer there and back, once per process, and look for it in what the compiler made of it."""
+    with compat.no_context_mesh():
+        place = SingleDeviceSharding(device, memory_kind=memory_kind)
+        like = jax.ShapeDtypeStruct((8,), "float32", sharding=place)
+        compiled = jax.jit(_there_and_back, static_argnums=1).lower(like, memory_kind).compile()
+    kept = compiled.output_shardings.memory_kind
+    if kept != memory_kind or compat.HOST_IN_HLO not in (compiled.as_text() or ""):
+        raise OffloadError(
+            message(
+                f"the compiler for {device.platform} devices leaves a result meant for {memory_kind!r} in {kept!r}",
+                fix="use a newer jaxlib, or do not offload on this backend",
+            )
+        )
+
+
+def _there_and_back(x: jax.Array, memory_kind: str) -> jax.Array:
+    (on_device,) = change_memory([x], "device")
+    (back,) = change_memory([on_device + 1], memory_kind)
+    return back
+
+
+def _verify(leaves: Sequence[Leaf], chosen: Sequence[int], want_host: bool, when: str) -> None:
+    """JAX's types know the memory space of every array, also while tracing: nothing is left to hope."""
+    wrong = [leaves[i].path for i in chosen if (_kind_of(leaves[i].value) == "device") == want_host]
+    if wrong:
+        there = "device memory" if want_host else "host memory"
+        raise OffloadError(
+            message(
+                f"{count_of(len(wrong), len(chosen))} selected for host memory are in {there} {when}",
+                wrong,
+                fix="keep the optimizer's own update between the transfers: wrap the outermost transformation",
+            )
+        )
+
+
+def offload_optimizer(
+    transformation: Any,
+    where: Where = ".*",
+    memory_kind: str = "pinned_host",
+    *,
+    min_size: int = 0,
+    budget: int | str | None = None,
+    fit: int | str | None = None,
+) -> Any:
+    r"""Wrap an optax transformation so that chosen parts of its state live in host memory.
+
+    The state is created there (`init`), moved to the device for each update and moved back. Works eagerly, in
+    ``jax.jit``, `named_jit` and ``scan``, on any mesh; values are those of the wrapped transformation. That the chosen
+    leaves are on the device for the update and in host memory after it is checked at every trace, by the memory spaces
+    that JAX keeps in array types.
+
+    Args:
+        transformation: Any ``optax.GradientTransformation``, with or without extra arguments.
+        where: A regular expression, searched for in the state's leaf paths (e.g. ``r"\.(mu|nu)\b"``), or a predicate
+            of (leaf path, leaf).
+        memory_kind: The memory kind to live in. Compiled updates take ``"pinned_host"`` only.
+        min_size: Only arrays of at least so many bytes. Scalars and counts never move.
+        budget: In compiled code, bytes of states that are brought to a device at a time; None sets no bound. A number,
+            or text like ``"1GiB"``. States that one update needs at once are never parted. Where types do not tell the
+            shards (on Auto meshes), states count whole.
+        fit: Instead of all that ``where`` selects, take its largest leaves until the state that stays takes at most so
+            many bytes per device. ``init`` chooses; from then on a leaf is known by where it lives.
+
+    Returns:
+        An ``optax.GradientTransformationExtraArgs``.
+
+    Raises:
+        ImportError: optax is not installed.
+        OffloadError: Nothing is selected (lists the leaves there are), or ``fit`` cannot be reached, or not be counted
+            since ``init`` is traced; at an update, a leaf is not where it is said to be.
+        MemoryKindError: The devices do not offer the memory kind, it is no host memory, or compiled code has no word
+            for it.
+        DeletedArrayError: The state was donated or deleted before.
+        ValueError: ``budget`` or ``fit`` is no size.
+
+    Examples:
+        >>> import jax.numpy as jnp, namedshard as ns, optax
+        >>> tx = ns.offload_optimizer(optax.adam(1e-3), where=r"\.(mu|nu)\b")
+        >>> state = tx.init({"w": jnp.ones((4, 4))})
+        >>> state[0].mu["w"].sharding.memory_kind, state[0].count.sharding.memory_kind
+        ('pinned_host', 'device')
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError("offload_optimizer needs optax: pip install 'namedshard[optax]'") from error
+    if memory_kind == "device":
+        raise MemoryKindError(
+            message(
+                "offload_optimizer cannot offload to memory kind 'device', where the state is without it",
+                fix="use 'pinned_host', or the optimizer as it is",
+            )
+        )
+    inner = optax.with_extra_args_support(transformation)
+    most = None if budget is None else parse_bytes(budget)
+    stay = None if fit is None else parse_bytes(fit)
+
+    def select(leaves: Sequence[Leaf]) -> list[int]:
+        candidates = _candidates(leaves, where, min_size)
+        if stay is None:
+            return candidates
+        return [i for i in candidates if _kind_of(leaves[i].value) != "device"]
+
+    def init(params: Any) -> Any:
+        state = inner.init(params)
+        leaves = named_leaves(state)
+        chosen = _candidates(leaves, where, min_size)
+        if stay is not None:
+            chosen = _largest_until_fit(leaves, chosen, stay)
+        _check_kind(memory_kind, leaves)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), _moved(leaves, chosen, memory_kind))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        leaves, treedef = named_leaves(state), jax.tree_util.tree_structure(state)
+        chosen = select(leaves)
+
+        def run(values: Sequence[Any]) -> tuple[Any, Any]:
+            on_device = jax.tree_util.tree_unflatten(treedef, values)
+            _verify(named_leaves(on_device), chosen, False, "at the update")
+            return inner.update(updates, on_device, params, **extra)
+
+        traced = any(isinstance(leaves[i].value, Tracer) for i in chosen)
+        if traced:
+            _check_compiler(_a_device(leaves), memory_kind)
+        if traced and most is not None:
+            _check_deleted(leaves, chosen)
+            values = [x.value for x in leaves]
+            sizes = {i: _per_device(values[i]) or _bytes(values[i]) for i in chosen}
+            new_updates, new_state = update_within(run, values, sizes, memory_kind, most)
+        else:
+            # Numpy states, of a checkpoint for example, are for JAX to place beside the gradients.
+            placed = [i for i in chosen if isinstance(leaves[i].value, jax.Array)]
+            new_updates, new_state = run(_moved(leaves, placed, "device"))
+            new_leaves = named_leaves(new_state)
+            again = select(new_leaves) if stay is None else chosen
+            values = _moved(new_leaves, again, memory_kind)
+            new_state = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(new_state), values)
+        after = named_leaves(new_state)
+        _verify(after, select(after) if stay is None else chosen, True, "after the update")
+        return new_updates, new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,391 @@
+"""EFFECTS. Carries out plans: the only module that moves arrays.
+
+A tree is planned and checked whole before the first byte moves, and work is batched per route over the tree.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import (
+    DeletedArrayError,
+    MemoryKindError,
+    NoMeshError,
+    TracedMoveError,
+    at,
+    count_of,
+    message,
+    warn_user,
+)
+from namedshard._place import moves
+from namedshard._place import transfer as collective
+from namedshard._place.route import Placement, Route, placement_of, route_for, same_place, wanted_memory_kind
+from namedshard._plan.leaves import named_leaves
+from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
+from namedshard._plan.mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
+from namedshard._plan.plan import Plan, plan_leaves, with_policy
+from namedshard._types import Device, PyTreeDef, Tracer
+
+
+class _Entry:
+    """A plan, and for each leaf the last sharding object found to be in place: most calls stop there."""
+
+    __slots__ = ("in_place", "plan", "shardings")
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.shardings: dict[tuple[int, str | None], NamedSharding] = {}
+        self.in_place: list[Any] = [None] * len(plan.leaves)
+
+    def sharding(self, index: int, memory_kind: str | None) -> NamedSharding:
+        key = (index, memory_kind)
+        found = self.shardings.get(key)
+        if found is None:
+            spec = self.plan.leaves[index].spec
+            assert spec is not None
+            found = self.shardings[key] = NamedSharding(self.plan.mesh, spec, memory_kind=memory_kind)
+        return found
+
+
+class _PlanCache:
+    """Recently used plans. A plan depends on structure, avals, mapping, mesh and the Manual axes in force."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._entries: collections.OrderedDict[Hashable, _Entry] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> _Entry | None:
+        # A tree may hold static fields that cannot be hashed, or compared (numpy arrays): it is planned each time.
+        with contextlib.suppress(TypeError, ValueError):
+            return self._entries.get(key)
+        return None
+
+    def put(self, key: Hashable, entry: _Entry) -> None:
+        with self._lock, contextlib.suppress(TypeError, ValueError):
+            self._entries[key] = entry
+            while len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+
+
+_plans = _PlanCache(512)
+
+
+def _signature(leaf: Any) -> Hashable:
+    if type(leaf) is compat.ArrayImpl:
+        return leaf.aval
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return tuple(leaf.shape), leaf.dtype
+    return None
+
+
+def _entry_for(
+    tree: PyTree,
+    leaves: Sequence[Any],
+    treedef: PyTreeDef,
+    mapping: AxisMapping,
+    mesh: MeshLike,
+    memory_kind: str | None,
+    manual: frozenset[str],
+) -> _Entry:
+    key = (treedef, tuple([_signature(x) for x in leaves]), mapping, mesh, memory_kind, manual)
+    entry = _plans.get(key)
+    if entry is None:
+        plan = plan_leaves(named_leaves(tree), treedef, mapping, mesh, memory_kind=memory_kind, manual=manual)
+        entry = _Entry(plan)
+        _plans.put(key, entry)
+    return entry
+
+
+_warned_no_mapping: set[str] = set()
+
+
+def _warn_no_mapping() -> None:
+    text = message(
+        "shard: no axis mapping was given and none is in force; the tree is returned as it is" + thread_hint()
+    )
+    if text not in _warned_no_mapping:
+        _warned_no_mapping.add(text)
+        warn_user(text, RuntimeWarning)
+
+
+def shard(
+    tree: PyTree,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    memory_kind: str | None = None,
+    donate: bool = False,
+    indivisible: Policy | None = None,
+) -> PyTree:
+    """Put every named array of a tree where the mapping wants it, by the route that works.
+
+    The whole tree is planned and checked before the first byte moves. It works eagerly and under ``jit``, ``grad``,
+    ``vmap``, ``scan`` and ``shard_map``, on Auto, Explicit and mixed meshes, whatever mesh is in force. Values, dtypes
+    and weak types never change; arrays already in place come back as the same objects; one array object in two places
+    of the tree stays one array; the result is committed.
+
+    Args:
+        tree: Any pytree. `haliax.NamedArray`s, and fields of Equinox modules declared with ``axis_names`` metadata, are
+            placed; ``jax.ShapeDtypeStruct``s among them are annotated with their sharding; all else is left as it is.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default. With none anywhere the tree is
+            returned as it is, with one warning.
+        mesh: A ``jax.sharding.Mesh``; the context's by default. While tracing, an ``AbstractMesh`` will do.
+        memory_kind: ``"device"``, ``"pinned_host"``, ...; None keeps the kind each array has.
+        donate: Give up the source arrays that have to move.
+        indivisible: Overrides the mapping's policy for axes that do not divide: ``"error"`` or ``"replicate"``.
+
+    Returns:
+        The tree with its arrays in place.
+
+    Raises:
+        NoMeshError: There is a mapping, but no mesh given and none in the context.
+        MeshAxisNotFoundError: A leaf's axis is mapped to a mesh axis that the mesh lacks.
+        MeshAxisConflictError: Two axes of one leaf are mapped to one mesh axis.
+        IndivisibleAxisError: A leaf's axis does not divide and the policy is ``"error"``.
+        NoCandidateError: No candidate of a `first` rule fits a leaf.
+        MemoryKindError: The mesh's devices do not offer the memory kind.
+        DeletedArrayError: A leaf was donated or deleted before.
+        NarrowingError: A 64-bit integer on the host does not fit the 32 bits that JAX would keep.
+        TracedMoveError: A traced array was asked to leave the devices it is traced for.
+
+    Examples:
+        >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+        >>> x = ns.shard(hax.named(jnp.arange(8.0), "batch"), {"batch": "data"}, mesh)
+        >>> tuple(x.array.sharding.spec)
+        ('data',)
+    """
+    found = resolve_mapping(mapping)
+    if found is None:
+        if not any(leaf.own is not None for leaf in named_leaves(tree)):
+            _warn_no_mapping()
+            return tree
+        found = AxisMapping()
+    if indivisible is not None:
+        found = with_policy(found, indivisible)
+    where = resolve_mesh(mesh)
+    if where is None:
+        raise NoMeshError(
+            message(
+                "shard: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
+                fix="pass mesh=, or enter jax.set_mesh",
+            )
+        )
+    if memory_kind is not None and isinstance(where, Mesh):
+        check_memory_kind(where, memory_kind)
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    manual = frozenset[str]() if compat.nothing_traced() else manual_axes()
+    entry = _entry_for(tree, leaves, treedef, found, where, memory_kind, manual)
+    if _all_in_place(entry, leaves, memory_kind):
+        return tree
+    placed = _execute(entry, leaves, memory_kind, donate, manual)
+    return jax.tree_util.tree_unflatten(treedef, placed)
+
+
+def _is_concrete_array(x: Any) -> bool:
+    return type(x) is compat.ArrayImpl or (
+        isinstance(x, jax.Array) and not isinstance(x, Tracer) and compat.is_key_array(x)
+    )
+
+
+def _all_in_place(entry: _Entry, leaves: Sequence[Any], memory_kind: str | None) -> bool:
+    """The fast path of a call that has nothing to do: one look at each leaf."""
+    if not compat.nothing_traced():
+        return False
+    in_place = entry.in_place
+    for i, (leaf, planned) in enumerate(zip(leaves, entry.plan.leaves, strict=True)):
+        if planned.spec is None:
+            continue
+        if not _is_concrete_array(leaf) or leaf.is_deleted() or not leaf.committed:
+            return False
+        have = leaf.sharding
+        if have is in_place[i]:
+            continue
+        want = entry.sharding(i, memory_kind or have.memory_kind)
+        if not same_place(have, want, leaf.ndim):
+            return False
+        in_place[i] = have
+    return True
+
+
+def _execute(
+    entry: _Entry, leaves: Sequence[Any], memory_kind: str | None, donate: bool, manual: frozenset[str]
+) -> list[Any]:
+    staging = compat.staging()
+    planned_leaves = entry.plan.leaves
+    nows = {i: placement_of(x, staging) for i, x in enumerate(leaves) if planned_leaves[i].spec is not None}
+    _check_concrete(entry.plan.mesh, list(nows.values()), len(leaves))
+    work: list[moves.Move] = []
+    moved: dict[tuple[int, NamedSharding], moves.Move] = {}
+    slots: list[moves.Move | None] = []
+    for i, (leaf, planned) in enumerate(zip(leaves, planned_leaves, strict=True)):
+        now = nows.get(i)
+        if now is None:
+            slots.append(None)
+            continue
+        want = entry.sharding(i, wanted_memory_kind(now, memory_kind))
+        # Tied leaves, one array object in two places, stay one array.
+        move = moved.get((id(leaf), want))
+        if move is None:
+            move = moves.Move(planned.path, leaf, now, want, route_for(now, want, leaf.shape))
+            moved[(id(leaf), want)] = move
+            work.append(move)
+        slots.append(move)
+    _check(work, entry.plan, memory_kind)
+    shared = _give_up(work, leaves, slots) if donate else []
+    _run(work, manual)
+    for source in shared:
+        source.delete()
+    return [leaf if move is None else move.result for leaf, move in zip(leaves, slots, strict=True)]
+
+
+def _run(work: Sequence[moves.Move], manual: frozenset[str]) -> None:
+    """Carry out moves, those that involve other processes first."""
+    concrete = any(m.route not in (Route.ANNOTATE, Route.TRACED) for m in work)
+    moves.run(collective.run(work) if concrete and jax.process_count() > 1 else work, manual=manual)
+
+
+def _give_up(work: Sequence[moves.Move], leaves: Sequence[Any], slots: Sequence[moves.Move | None]) -> list[jax.Array]:
+    """Let each source that is nowhere kept be consumed by its move; returns those that several moves read."""
+    kept = {id(x) for x, move in zip(leaves, slots, strict=True) if move is None or move.route is Route.KEEP}
+    movable = [m for m in work if m.now.kind == "array" and id(m.value) not in kept]
+    readers = collections.Counter(id(m.value) for m in movable)
+    for move in movable:
+        move.donate = readers[id(move.value)] == 1
+    return list({id(m.value): m.value for m in movable if not m.donate}.values())
+
+
+def _check(work: Sequence[moves.Move], plan: Plan, memory_kind: str | None) -> None:
+    """Everything that can be known to fail, before anything moves."""
+    total = len(plan.leaves)
+    _check_deleted(work, total)
+    if traced := [m for m in work if m.route is Route.TRACED]:
+        _check_traced(traced, plan.mesh, total)
+        moves.check_mixed(traced, total)
+    moves.check_narrowing(work, total)
+
+
+def _check_concrete(mesh: MeshLike, nows: Sequence[Placement], total: int) -> None:
+    concrete = sum(now.kind in ("host", "array") for now in nows)
+    if concrete and isinstance(mesh, AbstractMesh):
+        raise NoMeshError(
+            message(
+                f"{count_of(concrete, total)} cannot be placed: the mesh ({describe(mesh)}) is abstract and has no"
+                " devices",
+                fix="pass a jax.sharding.Mesh",
+            )
+        )
+
+
+def _check_deleted(work: Sequence[moves.Move], total: int) -> None:
+    gone = [at(m.path) for m in work if m.now.kind == "array" and m.value.is_deleted()]
+    if gone:
+        raise DeletedArrayError(
+            message(
+                f"{count_of(len(gone), total)} cannot be placed: the array was donated or deleted",
+                gone,
+                fix="keep the result of the call that the array was donated to, and shard that",
+            )
+        )
+
+
+def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
+    """Raise `MemoryKindError` if this process's devices of a mesh lack a memory kind."""
+    check_memory_of([d for d in mesh.devices.flat if d.process_index == jax.process_index()], memory_kind)
+
+
+def check_memory_of(local: Sequence[Device], memory_kind: str) -> None:
+    """The same for devices of one kind that belong to this process."""
+    for device in local[:1]:
+        kinds = sorted(m.kind for m in device.addressable_memories())
+        if memory_kind not in kinds:
+            raise MemoryKindError(
+                message(
+                    f"memory kind {memory_kind!r} is not offered by {device.platform} devices,"
+                    f" which have {', '.join(map(repr, kinds))}",
+                    fix=f"use one of {', '.join(map(repr, kinds))}",
+                )
+            )
+
+
+def _check_traced(traced: Sequence[moves.Move], mesh: MeshLike, total: int) -> None:
+    """JAX ignores a traced ``device_put`` to other devices, and its errors about constraints name no leaf."""
+    for move in traced:
+        moves.check_traced_kind(move.want.memory_kind)
+    context = context_mesh()
+    if not (isinstance(context, Mesh) and isinstance(mesh, Mesh)) or device_ids(context) == device_ids(mesh):
+        return
+    raise TracedMoveError(
+        message(
+            f"{count_of(len(traced), total)} cannot leave the traced mesh from compiled code",
+            [f"{at(m.path)}: traced for devices {device_ids(context)}, wanted on {device_ids(mesh)}" for m in traced],
+            fix="move the arrays with shard before or after the compiled call, or trace under"
+            " jax.set_mesh(the wanted mesh)",
+        )
+    )
+
+
+def auto_sharded(tree: PyTree, mesh: MeshLike | None = None) -> PyTree:
+    """`shard` by the mapping in force; with none in force, the tree as it is, without a warning.
+
+    Args:
+        tree: Any pytree; see `shard`.
+        mesh: A mesh; the context's by default.
+
+    Returns:
+        The tree with its arrays in place.
+
+    Raises:
+        NoMeshError: There is a mapping, but no mesh given and none in the context.
+        NamedShardError: As `shard` does.
+
+    Examples:
+        >>> import haliax as hax, jax.numpy as jnp, namedshard as ns
+        >>> x = hax.named(jnp.zeros(4), "batch")
+        >>> ns.auto_sharded(x) is x
+        True
+    """
+    mapping = resolve_mapping(None)
+    return tree if mapping is None else shard(tree, mapping, mesh)
+
+
+def place_leaves(
+    paths: Sequence[str],
+    values: Sequence[Any],
+    wanted: Sequence[tuple[int, NamedSharding]],
+    donate: Sequence[int] = (),
+) -> list[Any]:
+    """Bring some of many values to given shardings, in one batch; the others come back as they are.
+
+    Args:
+        paths: A leaf path for each value, for messages.
+        values: Arrays, host arrays or tracers.
+        wanted: (index into ``values``, sharding) of those to bring.
+        donate: Indices of arrays to give up if they have to move.
+
+    Raises:
+        DeletedArrayError, MixedAxesError, NarrowingError: As `shard` does, before anything moves.
+    """
+    staging = compat.staging()
+    work: list[moves.Move] = []
+    for i, want in wanted:
+        now = placement_of(values[i], staging)
+        route = route_for(now, want, values[i].shape)
+        given_up = i in donate and isinstance(values[i], jax.Array) and route is not Route.TRACED
+        work.append(moves.Move(paths[i], values[i], now, want, route, given_up))
+    _check_deleted(work, len(values))
+    moves.check_mixed([m for m in work if m.route is Route.TRACED], len(values))
+    moves.check_narrowing(work, len(values))
+    _run(work, manual_axes())
+    out = list(values)
+    for (i, _), move in zip(wanted, work, strict=True):
+        out[i] = move.result
+    return out

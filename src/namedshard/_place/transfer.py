@@ -1,0 +1,346 @@
+"""EFFECTS. Moves that involve several processes.
+
+On CPUs all of them go through `exchange`: pieces travel straight from the shard that has them to the shard that wants
+them, in slots of bounded size. Elsewhere the compiler's collectives are used where source and target have the same
+devices, and `exchange` where they do not.
+"""
+
+import collections
+import contextlib
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from namedshard import _jaxcompat as compat
+from namedshard._place import boxes, moves
+from namedshard._place import exchange as ex
+from namedshard._place.route import CHUNK_BYTES, Route
+from namedshard._processes.breaks import breaking_off, meet, watched
+from namedshard._processes.sync import Line, agree, refuse_local
+from namedshard._types import Device
+
+
+def processes_of(move: moves.Move) -> frozenset[int]:
+    """The processes that own devices of a move's source or target."""
+    devices = set(move.want.device_set)
+    if move.now.kind == "array" and move.now.committed and move.now.sharding is not None:
+        devices |= move.now.sharding.device_set
+    return frozenset(d.process_index for d in devices)
+
+
+def run(work: Sequence[moves.Move]) -> list[moves.Move]:
+    """Carry out the moves that involve other processes; returns the rest, which are this process's own affair."""
+    me = jax.process_index()
+    spanning: list[moves.Move] = []
+    elsewhere: list[moves.Move] = []
+    own: list[moves.Move] = []
+    for move in work:
+        involved = processes_of(move)
+        if move.route in (Route.ANNOTATE, Route.KEEP, Route.TRACED) or involved == frozenset((me,)):
+            own.append(move)
+        elif len(involved) == 1:
+            elsewhere.append(move)
+        else:
+            spanning.append(move)
+    with compat.no_context_mesh():
+        if spanning:
+            _run(spanning)
+        # Sources that are given up go last: the call may fail before.
+        for move in elsewhere:
+            _nothing_here(move)
+    return own
+
+
+def _run(work: Sequence[moves.Move]) -> None:
+    # Whatever can fail on one process alone comes before the others wait for it.
+    ways: dict[Route, list[moves.Move]] = collections.defaultdict(list)
+    for move in work:
+        ways[_way(move)].append(move)
+    exchanged = _Exchange(ways[Route.COLLECTIVE])
+    local = agree("shard", [_line(m) for m in work])
+    refuse_local("shard", [work[i].path for i in sorted(local)])
+    with breaking_off() if ways[Route.CONSTRAIN_JIT] or ways[Route.COLLECTIVE] else contextlib.nullcontext():
+        if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
+            moves.constrain_jit(compiled)
+            watched(lambda: jax.block_until_ready([move.result for move in compiled]))
+        exchanged.run()
+    for move in ways[Route.FROM_HOST]:
+        _from_host(move)
+
+
+def _way(move: moves.Move) -> Route:
+    """FROM_HOST, CONSTRAIN_JIT or COLLECTIVE.
+
+    JAX's own way to another order of devices is left alone: the compiler gathers whole arrays on it, or crashes.
+    """
+    if move.route is Route.FROM_HOST:
+        return Route.FROM_HOST
+    if moves.all_cpu(move.want.device_set) or compat.device_order(move.value.sharding) != compat.device_order(
+        move.want
+    ):
+        return Route.COLLECTIVE
+    bounded = compiler_stays_bounded(raw(move.value), _raw_sharding(move.value, move.want))
+    return Route.CONSTRAIN_JIT if bounded else Route.COLLECTIVE
+
+
+def _with_devices_here(work: Sequence[moves.Move]) -> list[moves.Move]:
+    """The moves between devices of which this process has some; it has no part in the others."""
+    for move in work:
+        if not move.want.addressable_devices:
+            _nothing_here(move)
+    return [m for m in work if m.want.addressable_devices]
+
+
+def _nothing_here(move: moves.Move) -> None:
+    move.result = _rebuilt(move.value, move.want, {})
+    if move.donate:
+        move.value.delete()
+
+
+def compiler_stays_bounded(x: jax.Array, want: NamedSharding) -> bool:
+    """Whether the compiler's own way needs at most `CHUNK_BYTES` on a device beyond source and target shards.
+
+    For some changes it gathers the whole array on each device.
+    """
+    return x.nbytes <= CHUNK_BYTES or _compiled_bytes(x.shape, x.dtype, x.sharding, want) <= CHUNK_BYTES
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: NamedSharding) -> int | float:
+    """Device memory that a compiled change of sharding takes for itself."""
+    struct = jax.ShapeDtypeStruct(shape, dtype, sharding=source.with_memory_kind("device"))
+    identity = jax.jit(lambda x: x, out_shardings=want.with_memory_kind("device"))
+    needs = identity.lower(struct).compile().memory_analysis()
+    return math.inf if needs is None else needs.temp_size_in_bytes
+
+
+# --- the pieces themselves --------------------------------------------------------------------------------------------
+
+
+def raw(x: jax.Array) -> jax.Array:
+    """The array itself, or the integers under an array of typed keys."""
+    return jax.random.key_data(x) if compat.is_key_array(x) else x
+
+
+def _raw_sharding(x: jax.Array, want: NamedSharding) -> NamedSharding:
+    extra = raw_type(x).ndim - x.ndim
+    spec = PartitionSpec(*want.spec, *[None] * (x.ndim - len(want.spec) + extra))
+    return NamedSharding(want.mesh, spec, memory_kind=want.memory_kind) if extra else want
+
+
+def raw_type(x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
+    """Shape and dtype of the integers under an array of keys, else of the array; nothing runs."""
+    return jax.eval_shape(jax.random.key_data, x) if compat.is_key_array(x) else x
+
+
+def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]) -> jax.Array:
+    """An array of pieces of this process, in the form (keys, weak type) that the source has."""
+    if not isinstance(x, jax.Array):
+        return moves.from_pieces(tuple(x.shape), jax.dtypes.canonicalize_dtype(moves.native(x.dtype)), want, pieces)
+    base = raw(x)
+    built = moves.from_pieces(base.shape, base.dtype, _raw_sharding(x, want), pieces)
+    if compat.is_key_array(x):
+        return jax.random.wrap_key_data(built, impl=jax.random.key_impl(x))
+    return compat.as_weak(built) if x.weak_type else built
+
+
+def _from_host(move: moves.Move) -> None:
+    """Each process puts only its own shards of a value that all of them have."""
+    x = move.value
+    value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
+    dtype = jax.dtypes.canonicalize_dtype(moves.native(value.dtype))
+    want = _raw_sharding(x, move.want) if isinstance(x, jax.Array) else move.want
+    pieces: dict[boxes.Bounds, np.ndarray] = {}
+    for index in want.addressable_devices_indices_map(value.shape).values():
+        box = boxes.bounds_of(index or (), value.shape)
+        if box not in pieces:
+            pieces[box] = boxes.aligned_empty(tuple(b - a for a, b in box), dtype)
+            boxes.copy_overlap(pieces[box], box, value, ex.whole(value.shape))
+    move.result = _rebuilt(x, move.want, pieces)
+    if move.donate:
+        x.delete()
+
+
+class _Exchange:
+    """Moves that go through `exchange`, with the memory that they fill."""
+
+    def __init__(self, work: Sequence[moves.Move]) -> None:
+        me = jax.process_index()
+        self._work = work
+        types = [raw_type(m.value) for m in work]
+        wanted = [_raw_sharding(m.value, m.want) for m in work]
+        self._targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, types, strict=True)]
+        self._buffers: dict[tuple[int, boxes.Bounds], np.ndarray] = {}
+        for i, (x, target) in enumerate(zip(types, self._targets, strict=True)):
+            for box, devices in target.holders.items():
+                if any(d.process_index == me for d in devices):
+                    self._buffers[i, box] = boxes.aligned_empty(tuple(b - a for a, b in box), x.dtype)
+
+    def run(self) -> None:
+        """Carry them out; every process that has made one does."""
+        if not self._work:
+            return
+        crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
+        exchange([raw(m.value) for m in self._work], self._targets, self._buffers, CHUNK_BYTES * crowd)
+        pieces: list[dict[boxes.Bounds, np.ndarray]] = [{} for _ in self._work]
+        for (i, box), buffer in self._buffers.items():
+            pieces[i][box] = buffer
+        for move, made in zip(self._work, pieces, strict=True):
+            move.result = _rebuilt(move.value, move.want, made)
+            if move.donate:
+                move.value.delete()
+
+
+def exchange(
+    arrays: Sequence[jax.Array],
+    targets: Sequence[ex.Layout],
+    buffers: Mapping[tuple[int, boxes.Bounds], np.ndarray],
+    budget: int,
+) -> None:
+    """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
+
+    To be called within `breaking_off`, with all that leads to it after the processes have agreed to the call.
+
+    Args:
+        arrays: Global arrays (no typed keys).
+        targets: For each, which devices want which box.
+        buffers: For each array and target box of this process, memory to fill.
+        budget: Bytes that a process may use for sending and receiving at a time.
+
+    Raises:
+        ExchangeError: Another process died, or the network did.
+    """
+    changes = [
+        (ex.layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)
+    ]
+    schedule = ex.schedule(changes, jax.process_index(), budget)
+    shards: dict[int, dict[Device, Any]] = {}
+
+    def read(leaf: int, piece: ex.Piece, box: boxes.Bounds) -> np.ndarray:
+        if leaf not in shards:
+            shards[leaf] = {s.device: s.data for s in arrays[leaf].addressable_shards}
+        within = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(box, piece.source_box, strict=True))
+        return moves.host_piece(shards[leaf][piece.source], within)
+
+    def write(leaf: int, piece: ex.Piece, box: boxes.Bounds, data: np.ndarray) -> None:
+        buffers[leaf, piece.target_box][ex.local_box(box, piece.target_box)] = data
+
+    for leaf, piece in schedule.local:
+        limit = max(budget, ex.SMALLEST_SLOT) // arrays[leaf].dtype.itemsize
+        size = ex.elements(piece.box)
+        for first in range(0, size, limit):
+            for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
+                write(leaf, piece, box, read(leaf, piece, box))
+    if schedule.streams or any(d.process_index == jax.process_index() for d in schedule.devices):
+        meet(schedule.devices)
+        for phase in schedule.phases:
+            _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
+
+
+def _slot(memory: np.ndarray, fragment: ex.Fragment, dtype: Any) -> np.ndarray:
+    shape = tuple(b - a for a, b in fragment.box)
+    size = ex.elements(fragment.box) * dtype.itemsize
+    return memory[fragment.offset : fragment.offset + size].view(dtype).reshape(shape)
+
+
+def _run_phase(
+    schedule: ex.Schedule, phase: ex.Phase, dtypes: Sequence[Any], read: Callable[..., Any], write: Callable[..., None]
+) -> None:
+    me = jax.process_index()
+    program = _program(schedule.devices, phase.rounds, phase.slot_bytes)
+    mine = [i for i, d in enumerate(schedule.devices) if d.process_index == me]
+    outgoing = [{i: boxes.aligned_empty((1, phase.slot_bytes), np.uint8) for i in mine} for _ in phase.rounds]
+    for step in range(phase.steps):
+        start = phase.start + step * phase.slot_bytes
+        stop = start + phase.slot_bytes
+        for slots, pairs in zip(outgoing, phase.rounds, strict=True):
+            for sender, receiver in pairs:
+                if sender in slots:
+                    for f in schedule.streams[sender, receiver].between(start, stop):
+                        _slot(slots[sender][0], f, dtypes[f.leaf])[...] = read(f.leaf, f.piece, f.box)
+        for slots, pairs in zip(program(outgoing), phase.rounds, strict=True):
+            for sender, receiver in pairs:
+                if receiver in slots:
+                    for f in schedule.streams[sender, receiver].between(start, stop):
+                        write(f.leaf, f.piece, f.box, _slot(slots[receiver][0], f, dtypes[f.leaf]))
+        slots = None  # or the next step's would come beside this one's
+
+
+Slots = Sequence[Mapping[int, np.ndarray]]
+
+
+@functools.lru_cache(maxsize=64)
+def _program(
+    devices: tuple[Device, ...], rounds: tuple[tuple[ex.Pair, ...], ...], slot_bytes: int
+) -> Callable[[Slots], Slots]:
+    """One compiled step: in every round a partial permutation of the devices' slots."""
+    mesh = Mesh(np.array(devices), ("device",))
+    spec = PartitionSpec("device")
+    sharding = NamedSharding(mesh, spec)
+    position = {d: i for i, d in enumerate(devices)}
+
+    # One array a round: stacked in one array, the slots would be copied once more.
+    def permute(*slots: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.lax.ppermute(s, "device", pairs) for s, pairs in zip(slots, rounds, strict=True))
+
+    permuted = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec))
+
+    def step(outgoing: Slots) -> Slots:
+        slots = [
+            moves.from_pieces(
+                (len(devices), slot_bytes),
+                np.dtype(np.uint8),
+                sharding,
+                {((i, i + 1), (0, slot_bytes)): memory for i, memory in memories.items()},
+            )
+            for memories in outgoing
+        ]
+        arrived = watched(lambda: jax.block_until_ready(permuted(*slots)))
+        return [{position[s.device]: np.asarray(s.data) for s in x.addressable_shards} for x in arrived]
+
+    return step
+
+
+# --- what each process says of a move ---------------------------------------------------------------------------------
+
+
+def type_text(x: Any) -> str:
+    """``"float32[8,16]"``."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def sharding_text(sharding: Sharding) -> str:
+    """A sharding in words that are equal on two processes only if the shardings are."""
+    devices = [d.id for d in compat.device_order(sharding)]
+    if isinstance(sharding, NamedSharding):
+        axes, entries = dict(sharding.mesh.shape), list(sharding.spec)
+        # JAX leaves out or adds dimensions that are not split, and not alike on all processes.
+        while entries and not entries[-1]:
+            entries.pop()
+        return f"{PartitionSpec(*entries)} of {axes} on devices {devices} in {sharding.memory_kind}"
+    kind = "device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
+    return f"{kind} {devices} in {sharding.memory_kind}"
+
+
+def _line(move: moves.Move) -> Line:
+    x = move.value
+    target = sharding_text(move.want)
+    if move.route is Route.FROM_HOST:
+        value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
+        return Line(move.path, type_text(x), digest(value), target, host=True)
+    return Line(move.path, type_text(x), sharding_text(x.sharding), target, local=x.is_fully_addressable)
+
+
+def digest(value: np.ndarray) -> str:
+    """A hash of a value's bytes in C order, made in small parts."""
+    found = hashlib.blake2b(digest_size=16)
+    flags = ("external_loop", "buffered", "zerosize_ok")
+    for part in np.nditer(value, flags, order="C", buffersize=1 << 16):
+        found.update(np.ascontiguousarray(part).view(np.uint8))
+    return found.hexdigest()

@@ -1,0 +1,1 @@
+"""PURE. Which mapping, mesh and names a tree has, and the shardings they ask for."""

@@ -1,0 +1,442 @@
+"""PURE. Names, an axis mapping and a mesh to a plan: which leaf goes where, and why.
+
+Nothing here touches a backend or moves a byte; an ``AbstractMesh`` is enough. Every other module asks this one, and no
+other decides a sharding.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from namedshard._errors import (
+    IndivisibleAxisError,
+    MeshAxisConflictError,
+    MeshAxisNotFoundError,
+    NoCandidateError,
+    NoMappingError,
+    NoMeshError,
+    PlanError,
+    at,
+    count_of,
+    did_you_mean,
+    message,
+    warn_user,
+)
+from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
+from namedshard._plan.mapping import (
+    AxisMapping,
+    First,
+    MappingLike,
+    MeshAxes,
+    Policy,
+    Rule,
+    own_over,
+    resolve_mapping,
+)
+from namedshard._plan.mesh import MeshLike, describe, manual_axes, resolve_mesh
+from namedshard._types import PyTreeDef
+
+ABSENT, BUSY, INDIVISIBLE = "absent", "busy", "indivisible"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AxisChoice:
+    """What one axis of one leaf got: the rule, the candidate that won, those that lost and why.
+
+    ``lost`` holds (candidate, reason) with reason ``"absent"``, ``"busy"`` or ``"indivisible"``.
+    """
+
+    axis: str
+    size: int
+    rule: Rule
+    won: MeshAxes
+    lost: tuple[tuple[MeshAxes, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """Where one leaf goes.
+
+    Attributes:
+        path: The leaf path, as ``jax.tree_util.keystr`` prints it, without the leading dot.
+        axes: (name, size) of each dimension, or None for a leaf without names.
+        shape: The global shape; None for leaves that are no arrays.
+        dtype: The dtype; None for leaves that are no arrays.
+        spec: The wanted ``PartitionSpec``; None for leaves that are left exactly as they are.
+        memory_kind: The wanted memory kind; None keeps the kind that the array has.
+        bytes: Bytes of the whole array.
+        bytes_per_device: Bytes of one shard under ``spec``.
+        why: One `AxisChoice` per dimension, empty for leaves without names.
+        note: Why a leaf with names is left alone, if it is.
+    """
+
+    path: str
+    axes: tuple[tuple[str, int], ...] | None
+    shape: tuple[int, ...] | None
+    dtype: Any
+    spec: PartitionSpec | None
+    memory_kind: str | None
+    bytes: int
+    bytes_per_device: int
+    why: tuple[AxisChoice, ...] = ()
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Where every leaf of a tree goes; made by `plan`.
+
+    Attributes:
+        leaves: One `LeafPlan` per raw leaf, in ``jax.tree_util.tree_leaves`` order.
+        mapping: The mapping planned with.
+        mesh: The mesh planned for (an ``AbstractMesh`` will do).
+        treedef: The tree's structure.
+    """
+
+    leaves: tuple[LeafPlan, ...]
+    mapping: AxisMapping
+    mesh: MeshLike
+    treedef: PyTreeDef
+
+    @property
+    def specs(self) -> PyTree:
+        """The tree with a ``PartitionSpec`` for each leaf that is placed and None for the others."""
+        return jax.tree_util.tree_unflatten(self.treedef, [leaf.spec for leaf in self.leaves])
+
+    @property
+    def shardings(self) -> PyTree:
+        """The tree with a ``NamedSharding`` for each leaf that is placed and None for the others."""
+        return jax.tree_util.tree_unflatten(self.treedef, [self.sharding_of(leaf) for leaf in self.leaves])
+
+    def sharding_of(self, leaf: LeafPlan) -> NamedSharding | None:
+        """One leaf's sharding on this plan's mesh; None if it is left as it is."""
+        if leaf.spec is None:
+            return None
+        return NamedSharding(self.mesh, leaf.spec, memory_kind=leaf.memory_kind)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that the placed leaves take on each device."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves if leaf.spec is not None)
+
+    def __getitem__(self, path: str) -> LeafPlan:
+        """The plan of the leaf at a path.
+
+        Raises:
+            KeyError: There is no such leaf; names the closest path.
+        """
+        for leaf in self.leaves:
+            if leaf.path == path:
+                return leaf
+        raise KeyError(f"no leaf {path!r}{did_you_mean(path, [leaf.path for leaf in self.leaves])}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One axis of one leaf that its mapping's rule cannot be applied to."""
+
+    kind: type[PlanError]
+    path: str
+    text: str
+    axis: str
+    size: int
+    mesh_axes: tuple[str, ...]
+
+
+class _MeshView:
+    """A mesh's axes, less those that an enclosing ``shard_map`` holds."""
+
+    def __init__(self, mesh: MeshLike, manual: frozenset[str]):
+        manual |= {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
+        self.sizes: Mapping[str, int] = mesh.shape
+        self.manual = manual
+        self.described = describe(mesh)
+
+    def free(self, axes: MeshAxes) -> tuple[str, ...]:
+        names = (axes,) if isinstance(axes, str) else (axes or ())
+        return tuple(n for n in names if n not in self.manual)
+
+    def size(self, names: Sequence[str]) -> int:
+        return math.prod(self.sizes[n] for n in names)
+
+
+def _named(names: tuple[str, ...], view: _MeshView) -> str:
+    size = view.size(names)
+    return f"mesh axis {names[0]!r}={size}" if len(names) == 1 else f"mesh axes {names}={size}"
+
+
+def _arithmetic(axis: str, size: int, names: tuple[str, ...], view: _MeshView) -> str:
+    n = view.size(names)
+    return f"axis {axis}={size} is not divisible by {_named(names, view)} ({size} = {n}*{size // n} + {size % n})"
+
+
+@dataclasses.dataclass(slots=True)
+class _Chooser:
+    """Fits the rules to one leaf, in the mapping's own order."""
+
+    leaf: Leaf
+    mapping: AxisMapping
+    view: _MeshView
+    problems: list[Problem]
+    replicated: list[tuple[str, str]]
+    taken: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    def run(self) -> tuple[AxisChoice, ...]:
+        names = self.leaf.names or ()
+        sizes = dict(zip(names, self.leaf.value.shape, strict=True))
+        chosen: dict[str, AxisChoice] = {}
+        for axis, rule in self.mapping.rules.items():
+            if axis in sizes:
+                chosen[axis] = self._choose(axis, sizes[axis], rule)
+                for mesh_axis in self.view.free(chosen[axis].won):
+                    self.taken[mesh_axis] = axis
+        return tuple(chosen.get(n) or AxisChoice(n, sizes[n], None, None) for n in names)
+
+    def _fits(self, size: int, candidate: MeshAxes) -> str:
+        names = self.view.free(candidate)
+        if any(n not in self.view.sizes for n in names):
+            return ABSENT
+        if any(n in self.taken for n in names):
+            return BUSY
+        return INDIVISIBLE if names and size % self.view.size(names) else ""
+
+    def _settled(self, candidate: MeshAxes) -> MeshAxes:
+        names = self.view.free(candidate)
+        return None if not names else (names[0] if len(names) == 1 else names)
+
+    def _choose(self, axis: str, size: int, rule: Rule) -> AxisChoice:
+        candidates = rule.candidates if isinstance(rule, First) else (rule,)
+        lost: list[tuple[MeshAxes, str]] = []
+        for candidate in candidates:
+            reason = self._fits(size, candidate)
+            if not reason:
+                return AxisChoice(axis, size, rule, self._settled(candidate), tuple(lost))
+            lost.append((candidate, reason))
+        nothing = AxisChoice(axis, size, rule, None, tuple(lost))
+        if self.mapping.indivisible == "replicate" and any(reason == INDIVISIBLE for _, reason in lost):
+            names = next(self.view.free(c) for c, reason in lost if reason == INDIVISIBLE)
+            self.replicated.append((self.leaf.path, _arithmetic(axis, size, names, self.view)))
+            return nothing
+        self._report(axis, size, rule, lost)
+        return nothing
+
+    def _report(self, axis: str, size: int, rule: Rule, lost: list[tuple[MeshAxes, str]]) -> None:
+        if isinstance(rule, First):
+            tried = "; ".join(f"{c!r} is {self._reason(axis, size, c, r)}" for c, r in lost)
+            self._add(NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}", axis, size, ())
+            return
+        names = self.view.free(rule)
+        reason = lost[0][1]
+        if reason == ABSENT:
+            known = list(self.view.sizes)
+            gone = [n for n in names if n not in self.view.sizes]
+            hint = "".join(did_you_mean(n, known) for n in gone)
+            quoted = ", ".join(map(repr, gone))
+            self._add(
+                MeshAxisNotFoundError,
+                f"axis {axis}={size} is mapped to {quoted}, but the mesh has {self.view.described}{hint}",
+                axis,
+                size,
+                names,
+            )
+        elif reason == BUSY:
+            held = next(n for n in names if n in self.taken)
+            self._add(
+                MeshAxisConflictError,
+                f"axes {self.taken[held]} and {axis} are both mapped to mesh axis {held!r}",
+                axis,
+                size,
+                names,
+            )
+        else:
+            self._add(IndivisibleAxisError, _arithmetic(axis, size, names, self.view), axis, size, names)
+
+    def _reason(self, axis: str, size: int, candidate: MeshAxes, reason: str) -> str:
+        if reason == BUSY:
+            held = next(n for n in self.view.free(candidate) if n in self.taken)
+            return f"busy (axis {self.taken[held]} has it)"
+        if reason == INDIVISIBLE:
+            n = self.view.size(self.view.free(candidate))
+            return f"indivisible ({size} = {n}*{size // n} + {size % n})"
+        return "absent"
+
+    def _add(self, kind: type[PlanError], text: str, axis: str, size: int, mesh_axes: tuple[str, ...]) -> None:
+        self.problems.append(Problem(kind, self.leaf.path, text, axis, size, mesh_axes))
+
+
+def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
+    distinct = {(p.axis, p.size, p.mesh_axes): p for p in problems}
+    padded = {(a, s): -(-s // view.size(m)) * view.size(m) for a, s, m in distinct}
+    if len(distinct) > 1:
+        pads = ", ".join(f"{axis}={size} to {to}" for (axis, size), to in padded.items())
+        return f'pad the axes ({pads}), map them to mesh axes that divide them, or pass indivisible="replicate"'
+    (axis, size, mesh_axes) = next(iter(distinct))
+    fitting = [f"{n!r}={k}" for n, k in view.sizes.items() if n not in mesh_axes and k > 1 and size % k == 0]
+    other = f"map {axis} to {' or '.join(fitting)}, " if fitting else ""
+    return f'pad the axis to {padded[(axis, size)]}, {other}or pass indivisible="replicate"'
+
+
+def _fix(kind: type[PlanError], problems: list[Problem], view: _MeshView) -> str:
+    if kind is IndivisibleAxisError:
+        return _fix_indivisible(problems, view)
+    if kind is MeshAxisNotFoundError:
+        return "map the axis to a mesh axis that exists, or use first(..., None)"
+    if kind is MeshAxisConflictError:
+        return "map one of the two axes to None or to another mesh axis, or use first(...) to let it give way"
+    return "end the candidates with None to leave the axis unsharded when nothing fits"
+
+
+_KINDS = (MeshAxisNotFoundError, MeshAxisConflictError, NoCandidateError, IndivisibleAxisError)
+
+
+def fixes(problems: Sequence[Problem], mesh: MeshLike, manual: frozenset[str]) -> list[str]:
+    """How to mend problems, one line per kind."""
+    view = _MeshView(mesh, manual)
+    by_kind = {kind: [p for p in problems if p.kind is kind] for kind in _KINDS}
+    return [_fix(kind, found, view) for kind, found in by_kind.items() if found]
+
+
+def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manual: frozenset[str]) -> None:
+    """Raise the error that lists all these problems of ``total`` leaves."""
+    bad = len({p.path for p in problems})
+    raise next(kind for kind in _KINDS if any(p.kind is kind for p in problems))(
+        message(
+            f"{count_of(bad, total)} cannot be sharded by this mapping",
+            [f"{at(p.path)}: {p.text}" for p in problems],
+            fix="\n  fix: ".join(fixes(problems, mesh, manual)),
+        )
+    )
+
+
+def plan_leaves(
+    leaves: Sequence[Leaf],
+    treedef: PyTreeDef,
+    mapping: AxisMapping,
+    mesh: MeshLike,
+    *,
+    memory_kind: str | None,
+    manual: frozenset[str],
+    collect: list[Problem] | None = None,
+) -> Plan:
+    """Plan leaves that are walked already; see `plan`.
+
+    With a list to ``collect`` problems in, nothing is raised or warned of: an axis with a problem is left unsharded.
+    """
+    view = _MeshView(mesh, manual)
+    problems: list[Problem] = []
+    replicated: list[tuple[str, str]] = []
+    out: list[LeafPlan] = []
+    for leaf in leaves:
+        if not is_array_like(leaf.value):
+            out.append(LeafPlan(leaf.path, None, None, None, None, None, 0, 0, note=leaf.note))
+            continue
+        shape, dtype = tuple(leaf.value.shape), leaf.value.dtype
+        size = math.prod(shape) * dtype.itemsize
+        if leaf.names is None:
+            out.append(LeafPlan(leaf.path, None, shape, dtype, None, None, size, size, note=leaf.note))
+            continue
+        effective = mapping
+        if leaf.own is not None:
+            effective = own_over(leaf.own, mapping)
+        why = _Chooser(leaf, effective, view, problems, replicated).run()
+        pieces = math.prod(view.size(view.free(choice.won)) for choice in why)
+        spec = PartitionSpec(*(choice.won for choice in why))
+        axes = tuple(zip(leaf.names, shape, strict=True))
+        out.append(LeafPlan(leaf.path, axes, shape, dtype, spec, memory_kind, size, size // pieces, why))
+    total = sum(leaf.shape is not None for leaf in out)
+    if collect is not None:
+        collect.extend(problems)
+    elif problems:
+        raise_problems(problems, total, mesh, manual)
+    if replicated and collect is None:
+        _warn_replicated(replicated, total)
+    return Plan(tuple(out), mapping, mesh, treedef)
+
+
+_warned: set[str] = set()
+
+
+def _warn_replicated(found: list[tuple[str, str]], total: int) -> None:
+    bad = count_of(len({path for path, _ in found}), total)
+    text = message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{at(p)}: {t}" for p, t in found])
+    if text not in _warned:
+        _warned.add(text)
+        warn_user(text)
+
+
+def with_policy(mapping: AxisMapping, indivisible: Policy | None) -> AxisMapping:
+    """The mapping under the policy given for this call, if any."""
+    if indivisible is None or indivisible == mapping.indivisible:
+        return mapping
+    return AxisMapping(mapping, indivisible=indivisible)
+
+
+def resolve(
+    tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | None, indivisible: Policy | None
+) -> tuple[list[Leaf], AxisMapping, MeshLike]:
+    """A tree's leaves, and the mapping and mesh to plan them with: those given, else those in force; see `plan`."""
+    leaves = named_leaves(tree)
+    found = resolve_mapping(mapping)
+    if found is None:
+        if not any(leaf.own is not None for leaf in leaves):
+            raise NoMappingError(
+                message(
+                    "no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping"
+                )
+            )
+        found = AxisMapping()
+    where = resolve_mesh(mesh)
+    if where is None:
+        raise NoMeshError(
+            message("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
+        )
+    return leaves, with_policy(found, indivisible), where
+
+
+def plan(
+    tree: PyTree,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    memory_kind: str | None = None,
+    indivisible: Policy | None = None,
+) -> Plan:
+    """Plan where each leaf of a tree goes. Pure: moves nothing and touches no backend.
+
+    Args:
+        tree: Any pytree of `haliax.NamedArray`s (of arrays or ``jax.ShapeDtypeStruct``s, any shape and dtype),
+            Equinox modules whose fields are declared with ``axis_names`` metadata, plain arrays and other leaves; the
+            latter two are left as they are.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A ``jax.sharding.Mesh`` or ``AbstractMesh``; the context's by default.
+        memory_kind: The memory kind to place into; None keeps the kind of each array.
+        indivisible: Overrides the mapping's policy for axes that do not divide: ``"error"`` or ``"replicate"``.
+
+    Returns:
+        A `Plan` with one `LeafPlan` per leaf.
+
+    Raises:
+        NoMappingError: No mapping given and none in the context.
+        NoMeshError: No mesh given and none in the context.
+        MeshAxisNotFoundError: A leaf's axis is mapped to a mesh axis that the mesh lacks.
+        MeshAxisConflictError: Two axes of one leaf are mapped to one mesh axis.
+        IndivisibleAxisError: A leaf's axis does not divide and the policy is ``"error"``.
+        NoCandidateError: No candidate of a `first` rule fits a leaf.
+
+    Examples:
+        >>> import haliax as hax, jax, namedshard as ns
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> axes = hax.Axis("mlp", 512), hax.Axis("embed", 64)
+        >>> w = hax.NamedArray(jax.ShapeDtypeStruct((512, 64), "float32"), axes)
+        >>> p = ns.plan({"w": w}, {"mlp": "model"}, mesh)
+        >>> p["['w']"].spec, p["['w']"].bytes_per_device
+        (P('model', None), 32768)
+    """
+    leaves, found, where = resolve(tree, mapping, mesh, indivisible)
+    treedef = jax.tree_util.tree_structure(tree)
+    return plan_leaves(leaves, treedef, found, where, memory_kind=memory_kind, manual=manual_axes())

@@ -1,0 +1,259 @@
+"""Haliax's helpers, answered by the planner: specs and shardings of trees and of axes, and sizes to round axes to."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import jax
+from haliax import Axis, NamedArray
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from namedshard._errors import MeshAxisNotFoundError, NoMeshError, did_you_mean, message
+from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
+from namedshard._plan.mapping import AxisMapping, First, MappingLike, MeshAxes, mesh_axes_of, resolve_mapping
+from namedshard._plan.mesh import MeshLike, describe, manual_axes, resolve_mesh
+from namedshard._plan.plan import Plan, Problem, plan_leaves, raise_problems, resolve
+
+AxisLike: TypeAlias = Axis | str
+"""A named axis, or its name where the size does not matter."""
+
+
+def _as_axes(value: Any) -> tuple[AxisLike, ...] | None:
+    """The axes, if a value is one axis or a sequence of them and no tree."""
+    if isinstance(value, Axis | str):
+        return (value,)
+    if isinstance(value, tuple | list) and all(isinstance(v, Axis | str) for v in cast("list[Any]", value)):
+        return tuple(cast("list[AxisLike]", value))
+    return None
+
+
+def _name(axis: AxisLike) -> str:
+    return axis if isinstance(axis, str) else axis.name
+
+
+def _mesh_of_names(leaves: Sequence[Leaf], mapping: AxisMapping) -> AbstractMesh:
+    """Stands in where there is no mesh: it has every mesh axis that is spoken of, and all divide."""
+    used = {name for leaf in leaves for name in leaf.names or ()}
+    rules = [m.rules for m in (mapping, *(leaf.own for leaf in leaves)) if m is not None]
+    choosing = sorted({axis for r in rules for axis, rule in r.items() if axis in used and isinstance(rule, First)})
+    if choosing:
+        raise NoMeshError(
+            message(
+                f"no mesh: the first(...) rules of {', '.join(choosing)} need one to choose by",
+                fix="pass mesh=, or enter jax.set_mesh",
+            )
+        )
+    names = dict.fromkeys(n for r in rules for rule in r.values() for n in mesh_axes_of(rule))
+    return AbstractMesh((1,) * len(names), tuple(names))
+
+
+def _mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else (axes or ())
+
+
+def _plan_axes(axes: Sequence[AxisLike], mapping: AxisMapping, mesh: MeshLike | None) -> Plan:
+    names = tuple(_name(axis) for axis in axes)
+    path = f"({', '.join(names)})"
+    where = mesh or _mesh_of_names([Leaf(path, None, names)], mapping)
+    # Every mesh axis divides the size of the whole mesh: what an axis without a size gets does not depend on its size.
+    sizes = [where.size if isinstance(axis, str) else axis.size for axis in axes]
+    struct = jax.ShapeDtypeStruct(sizes, "float32")
+    problems: list[Problem] = []
+    plan = plan_leaves(
+        [Leaf(path, struct, names)],
+        jax.tree_util.tree_structure(0),
+        mapping,
+        where,
+        memory_kind=None,
+        manual=manual_axes(),
+        collect=problems,
+    )
+    if problems:
+        bare = {axis for axis in axes if isinstance(axis, str)}
+        told = [
+            dataclasses.replace(p, text=p.text.replace(f"axis {p.axis}={p.size}", f"axis {p.axis}"))
+            if p.axis in bare
+            else p
+            for p in problems
+        ]
+        raise_problems(told, 1, where, manual_axes())
+    return plan
+
+
+def _spec_of_axes(axes: Sequence[AxisLike], mapping: MappingLike | None, mesh: MeshLike | None) -> PartitionSpec:
+    found = resolve_mapping(mapping)
+    if found is None:
+        return PartitionSpec(*(None for _ in axes))
+    spec = _plan_axes(axes, found, mesh).leaves[0].spec
+    assert spec is not None
+    return spec
+
+
+def _specs_of_tree(tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | None) -> PyTree:
+    if mesh is None:
+        leaves = named_leaves(tree)
+        mesh = _mesh_of_names(leaves, resolve_mapping(mapping) or AxisMapping())
+    leaves, found, where = resolve(tree, mapping, mesh, None)
+    treedef = jax.tree_util.tree_structure(tree)
+    plan = plan_leaves(leaves, treedef, found, where, memory_kind=None, manual=manual_axes())
+    planned = iter(plan.leaves)
+
+    def spec(node: Any) -> PartitionSpec | None:
+        specs = [next(planned).spec for _ in jax.tree_util.tree_leaves(node)]
+        if len(specs) == 1 and specs[0] is not None:
+            return specs[0]
+        return None if isinstance(node, NamedArray) else _spec_of_plain(node)
+
+    return jax.tree_util.tree_map(spec, tree, is_leaf=lambda x: isinstance(x, NamedArray))
+
+
+def _spec_of_plain(leaf: Any) -> PartitionSpec | None:
+    """What JAX's own type of a plain array says, and replication for numbers, as in Haliax."""
+    if is_array_like(leaf):
+        return jax.typeof(leaf).sharding.spec
+    return PartitionSpec() if isinstance(leaf, bool | int | float | complex) else None
+
+
+def pspec_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> PyTree:
+    """The ``PartitionSpec`` of each array of a tree, or of an array with the given axes.
+
+    Args:
+        tree_or_axes: Any pytree; or an `haliax.Axis`, an axis name, or a sequence of them. A name alone stands for an
+            axis that divides evenly.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A mesh; the context's by default. Without one the mapping is taken by its word: no axis can be absent or
+            indivisible, and a `first` rule is an error.
+
+    Returns:
+        For a tree: the tree with a spec in place of each `NamedArray` (of any shape and dtype) and plain array (which
+        keeps the spec of its own type), ``PartitionSpec()`` for numbers and None for other leaves. For axes: one spec;
+        with no mapping anywhere it is unsharded.
+
+    Raises:
+        NoMappingError: For a tree, no mapping given and none in the context.
+        NoMeshError: A `first` rule applies, and there is no mesh to choose by.
+        PlanError: As `plan` does.
+
+    Examples:
+        >>> import haliax as hax, namedshard as ns
+        >>> print(ns.pspec_for((hax.Axis("mlp", 512), "embed"), {"mlp": "model"}))
+        P('model', None)
+    """
+    where = resolve_mesh(mesh)
+    axes = _as_axes(tree_or_axes)
+    if axes is not None:
+        return _spec_of_axes(axes, mapping, where)
+    return _specs_of_tree(tree_or_axes, mapping, where)
+
+
+def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> PyTree:
+    """The ``NamedSharding`` of each array of a tree, or of an array with the given axes.
+
+    Args:
+        tree_or_axes: Any pytree, or axes; see `pspec_for`.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A mesh; the context's by default.
+
+    Returns:
+        As `pspec_for`, with the sharding on the mesh in place of each spec.
+
+    Raises:
+        NoMeshError: No mesh given and none in the context.
+        NoMappingError: For a tree, no mapping given and none in the context.
+        PlanError: As `plan` does.
+
+    Examples:
+        >>> import haliax as hax, jax, namedshard as ns
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> print(ns.sharding_for(hax.Axis("mlp", 512), {"mlp": "model"}, mesh).spec)
+        P('model',)
+    """
+    where = _mesh_or_error(resolve_mesh(mesh))
+
+    def sharding(spec: Any) -> Any:
+        return NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec
+
+    specs = pspec_for(tree_or_axes, mapping, where)
+    return jax.tree_util.tree_map(sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _mesh_or_error(mesh: MeshLike | None) -> MeshLike:
+    if mesh is None:
+        raise NoMeshError(
+            message("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
+        )
+    return mesh
+
+
+def physical_axis_size(axis: AxisLike, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> int | None:
+    """How many pieces a named axis is split into: the product of its mesh axes' sizes.
+
+    Args:
+        axis: An axis, or its name. Whether it divides does not matter, save that a `first` rule chooses by it.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A mesh; the context's by default.
+
+    Returns:
+        The number of pieces; None for an axis that is not mapped, or where there is no mapping at all. Where no
+        candidate of a `first` rule divides, and None is not among them, that of the first one the mesh has.
+
+    Raises:
+        NoMeshError: The axis is mapped, and there is no mesh given and none in the context.
+        MeshAxisNotFoundError: The mesh lacks the mesh axis.
+
+    Examples:
+        >>> import jax, namedshard as ns
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> ns.physical_axis_size("mlp", {"mlp": ("data", "model")}, mesh)
+        8
+    """
+    found = resolve_mapping(mapping)
+    rule = None if found is None else found.rules.get(_name(axis))
+    if found is None or rule is None:
+        return None
+    where = _mesh_or_error(resolve_mesh(mesh))
+    if isinstance(rule, First):
+        there = tuple(c for c in rule.candidates if all(n in where.shape for n in _mesh_axes(c)))
+        dividing = (c for c in there if isinstance(axis, str) or axis.size % _pieces(c, where) == 0)
+        rule = next(dividing, there[0] if there else rule)
+    if isinstance(rule, First) or any(n not in where.shape for n in _mesh_axes(rule)):
+        gone = [n for n in mesh_axes_of(rule) if n not in where.shape]
+        raise MeshAxisNotFoundError(
+            message(
+                f"axis {_name(axis)} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(where)}"
+                + "".join(did_you_mean(n, list(where.shape)) for n in gone),
+                fix="map the axis to a mesh axis that exists, or use first(..., None)",
+            )
+        )
+    return None if rule is None else _pieces(rule, where)
+
+
+def _pieces(axes: MeshAxes, mesh: MeshLike) -> int:
+    return math.prod(mesh.shape[n] for n in _mesh_axes(axes))
+
+
+def round_axis_for_partitioning(axis: Axis, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> Axis:
+    """An axis made large enough to be split evenly.
+
+    Args:
+        axis: An axis.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A mesh; the context's by default.
+
+    Returns:
+        The axis with its size rounded up to a multiple of `physical_axis_size`; the same axis if it is not mapped.
+
+    Raises:
+        NoMeshError: The axis is mapped, and there is no mesh given and none in the context.
+        MeshAxisNotFoundError: The mesh lacks the mesh axis.
+
+    Examples:
+        >>> import haliax as hax, jax, namedshard as ns
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> ns.round_axis_for_partitioning(hax.Axis("vocab", 30522), {"vocab": "model"}, mesh).size
+        30524
+    """
+    pieces = physical_axis_size(axis, mapping, mesh)
+    return axis if pieces is None else axis.resize(-(-axis.size // pieces) * pieces)

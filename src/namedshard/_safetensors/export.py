@@ -1,0 +1,240 @@
+"""PURE. What a module's own ``to_state_dict`` does, read off its jaxpr: which tensor is which view of which leaf.
+
+Haliax's modules may rename, flatten, transpose, split and scale on their way into a state dict, each class by its own
+code. That code is traced, on shapes only, and every operation in it that merely copies is followed backwards.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax.state_dict
+import jax
+import numpy as np
+from haliax import NamedArray
+from haliax.nn import BlockSeq, Stacked
+
+from namedshard._plan.leaves import is_array_like, named_leaves
+from namedshard._safetensors.layout import NotACopy, View, concatenate, identity
+from namedshard._types import PyTreeDef
+
+Value = View | np.ndarray | NotACopy
+"""A view of leaves, a constant, or why it is neither."""
+
+_BASE = haliax.state_dict.ModuleWithStateDictSerialization
+_DEFAULTS: tuple[Any, ...] = (None, _BASE.to_state_dict, _BASE.flatten_for_export, BlockSeq.to_state_dict)
+_PREFIX = "@"
+
+
+def exports_itself(node: Any) -> bool:
+    """True for modules with code of their own for state dicts."""
+    if not isinstance(node, eqx.Module):
+        return False
+    methods = (getattr(type(node), name, None) for name in ("to_state_dict", "flatten_for_export"))
+    return any(method not in _DEFAULTS for method in methods)
+
+
+def is_stacked(node: Any) -> bool:
+    """True for layers stacked as Haliax's own class has them."""
+    return isinstance(node, Stacked) and type(node).to_state_dict is Stacked.to_state_dict
+
+
+def exported(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
+    """For each tensor of a module's state dict its name (without prefix), what it is, and the paths of all leaves.
+
+    Raises:
+        Exception: Whatever the module's own code raises.
+    """
+    arrays_only = _without_empty_names(eqx.filter(module, is_array_like))
+    paths = tuple(leaf.path for leaf in named_leaves(arrays_only))
+    leaves, treedef = jax.tree_util.tree_flatten(arrays_only)
+    shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
+    try:
+        hash(treedef)
+    except TypeError:
+        found = _trace(treedef, shapes)
+    else:
+        found = _cached_trace(treedef, shapes)
+    return [(name, value, paths) for name, value in found]
+
+
+def _without_empty_names(module: Any) -> Any:
+    """The module with None for each NamedArray that has lost its array.
+
+    Equinox's filters keep the names around a None, and Haliax's modules expect a bare one, as that of an absent bias.
+    """
+
+    def emptied(x: Any) -> Any:
+        return None if isinstance(x, NamedArray) and not jax.tree_util.tree_leaves(x) else x
+
+    return jax.tree_util.tree_map(emptied, module, is_leaf=lambda x: isinstance(x, NamedArray))
+
+
+def _trace(
+    treedef: PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]
+) -> tuple[tuple[str, View | NotACopy], ...]:
+    names: list[str] = []
+
+    def export(*arrays: jax.Array) -> list[Any]:
+        module = haliax.state_dict.flatten_modules_for_export(jax.tree_util.tree_unflatten(treedef, arrays))
+        tensors = haliax.state_dict.to_state_dict(module, _PREFIX)
+        names.extend(tensors)
+        return [getattr(x, "array", x) for x in tensors.values()]
+
+    closed = jax.make_jaxpr(export)(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
+    inputs: list[Value] = [View(s, ((i, identity(s)),)) for i, (s, _) in enumerate(shapes)]
+    outputs = _run(closed.jaxpr, [np.asarray(c) for c in closed.consts], inputs)
+    plain = (value if isinstance(value, View | NotACopy) else NotACopy("a constant") for value in outputs)
+    return tuple((_unprefixed(name), value) for name, value in zip(names, plain, strict=True))
+
+
+_cached_trace = functools.lru_cache(maxsize=1024)(_trace)
+
+
+def _unprefixed(name: str) -> str:
+    return name.removeprefix(_PREFIX).removeprefix(".") if name.startswith(_PREFIX) else name
+
+
+def _run(jaxpr: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+    known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def value_of(atom: Any) -> Value:
+        return np.asarray(atom.val) if hasattr(atom, "val") else known[atom]
+
+    for eqn in jaxpr.eqns:
+        arguments = [value_of(atom) for atom in eqn.invars]
+        try:
+            results = _step(eqn, arguments)
+        except NotACopy as reason:
+            reason.leaves = frozenset[int]().union(*map(_leaves_of, arguments))
+            results = [reason] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _leaves_of(value: Value) -> frozenset[int]:
+    if isinstance(value, View):
+        return frozenset(leaf for leaf, _ in value.parts)
+    return value.leaves if isinstance(value, NotACopy) else frozenset()
+
+
+def _step(eqn: Any, arguments: list[Value]) -> Sequence[Value]:
+    for argument in arguments:
+        if isinstance(argument, NotACopy):
+            raise NotACopy(str(argument))
+    inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+    if inner is not None:
+        consts = [np.asarray(c) for c in getattr(inner, "consts", ())]
+        return _run(getattr(inner, "jaxpr", inner), consts, arguments)
+    name = eqn.primitive.name
+    if not any(isinstance(argument, View) for argument in arguments):
+        made = eqn.primitive.bind(*arguments, **eqn.params)
+        return [np.asarray(x) for x in (made if eqn.primitive.multiple_results else [made])]
+    if name not in _RULES:
+        raise NotACopy(f"{name} is no copy")
+    made = _RULES[name](eqn, arguments)
+    return made if isinstance(made, list) else [made]
+
+
+def _same(eqn: Any, arguments: list[Any]) -> View:
+    return arguments[0]
+
+
+def _reshape(eqn: Any, arguments: list[Any]) -> View:
+    if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
+        raise NotACopy("reshape in another order is no copy")
+    return arguments[0].reshape(eqn.outvars[0].aval.shape)
+
+
+def _broadcast(eqn: Any, arguments: list[Any]) -> View:
+    if arguments[0].size != eqn.outvars[0].aval.size:
+        raise NotACopy("a broadcast repeats elements")
+    return _reshape(eqn, arguments)
+
+
+def _transpose(eqn: Any, arguments: list[Any]) -> View:
+    return arguments[0].transpose(eqn.params["permutation"])
+
+
+def _slice(eqn: Any, arguments: list[Any]) -> View:
+    if any(step != 1 for step in eqn.params["strides"] or ()):
+        raise NotACopy("a slice with steps is not followed")
+    return arguments[0].slice(*([int(i) for i in eqn.params[key]] for key in ("start_indices", "limit_indices")))
+
+
+def _dynamic_slice(eqn: Any, arguments: list[Any]) -> View:
+    view, sizes = arguments[0], eqn.params["slice_sizes"]
+    if any(isinstance(a, View) for a in arguments[1:]):
+        raise NotACopy("a slice at a computed place is no copy")
+    starts = [min(max(int(a), 0), n - k) for a, n, k in zip(arguments[1:], view.shape, sizes, strict=True)]
+    return view.slice(starts, [a + k for a, k in zip(starts, sizes, strict=True)])
+
+
+def _cut(view: View, axis: int, sizes: Iterable[int]) -> list[View]:
+    out: list[View] = []
+    at = 0
+    for size in sizes:
+        start, stop = [0] * len(view.shape), list(view.shape)
+        start[axis], stop[axis] = at, at + size
+        out.append(view.slice(start, stop))
+        at += size
+    return out
+
+
+def _split(eqn: Any, arguments: list[Any]) -> list[View]:
+    return _cut(arguments[0], eqn.params["axis"], [int(size) for size in eqn.params["sizes"]])
+
+
+def _unstack(eqn: Any, arguments: list[Any]) -> list[View]:
+    pieces = _cut(arguments[0], eqn.params["axis"], [1] * len(eqn.outvars))
+    return [piece.reshape(var.aval.shape) for piece, var in zip(pieces, eqn.outvars, strict=True)]
+
+
+def _concatenate(eqn: Any, arguments: list[Any]) -> View:
+    if not all(isinstance(a, View) for a in arguments):
+        raise NotACopy("a constant is joined on")
+    return concatenate(arguments, eqn.params["dimension"])
+
+
+def _scaled(by: Callable[[float, float], float], eqn: Any, arguments: list[Any]) -> View:
+    view, factor = arguments
+    if isinstance(factor, View) and by is _times:
+        view, factor = factor, view
+    if (
+        isinstance(factor, View)
+        or not isinstance(view, View)
+        or factor.size != 1
+        or view.shape != eqn.outvars[0].aval.shape
+    ):
+        raise NotACopy(f"{eqn.primitive.name} is no copy")
+    return view.scaled(by(1.0, float(factor.reshape(()))))
+
+
+def _times(a: float, b: float) -> float:
+    return a * b
+
+
+def _over(a: float, b: float) -> float:
+    return a / b
+
+
+_RULES: dict[str, Callable[[Any, list[Any]], View | list[View]]] = {
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "split": _split,
+    "unstack": _unstack,
+    "concatenate": _concatenate,
+    "convert_element_type": _same,
+    "copy": _same,
+    "copy_p": _same,
+    "sharding_constraint": _same,
+    "optimization_barrier": _same,
+    "mul": functools.partial(_scaled, _times),
+    "div": functools.partial(_scaled, _over),
+}

@@ -1,0 +1,227 @@
+"""Which files make up a checkpoint, and the tensors of all of them."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+from urllib.parse import unquote
+
+from namedshard._errors import CheckpointError, HeaderError, message
+from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, chosen, left_over
+from namedshard._safetensors.header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    TensorInfo,
+    header_length,
+    parse_header,
+    parse_json,
+)
+from namedshard._safetensors.remote import is_url, names_in
+from namedshard._safetensors.source import Files, Source
+
+
+def _read(source: Source, start: int, count: int) -> bytes:
+    buffer = bytearray(count)
+    source.read(start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _header_of(name: str, files: Files) -> dict[str, TensorInfo]:
+    source = files[name]
+    prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
+    length = header_length(prefix, name, source.size)
+    return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
+
+
+def _weight_map(name: str, files: Files) -> dict[str, str]:
+    source = files[name]
+    if source.size > MAX_HEADER_BYTES:
+        raise HeaderError(message(f"{name}: {source.size} bytes are too many for an index"))
+    weight_map = parse_json(_read(source, 0, source.size), f"{name}: the index").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise HeaderError(message(f"{name}: the index has no weight_map from tensor to file"))
+    entries = cast("dict[str, Any]", weight_map)
+    if bad := [f"{tensor}: {_why_refused(file)}" for tensor, file in entries.items() if _why_refused(file)]:
+        raise HeaderError(message(f"{name}: the index names files that may not be read", bad))
+    return cast("dict[str, str]", entries)
+
+
+def _why_refused(file: Any) -> str:
+    """Why an index may not name this file: only files in or below its own directory are read."""
+    if not isinstance(file, str):
+        return f"{json.dumps(file)[:80]} is not a file name"
+    plain = unquote(file)
+    parts = re.split(r"[/\\]", plain)
+    if ".." in parts:
+        return f"{file!r} leaves the checkpoint's directory"
+    if not plain or plain.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", plain) or "://" in plain:
+        return f"{file!r} is not a relative path"
+    if "\0" in plain or any(0xD800 <= ord(c) < 0xE000 for c in plain):
+        return f"{file!r} is not a file name"
+    return ""
+
+
+def _plain(path: str) -> str:
+    """A URL without its query."""
+    return path.partition("?")[0] if is_url(path) else path
+
+
+def _sibling(name: str, other: str) -> str:
+    directory, slash, _ = _plain(name).rpartition("/")
+    return f"{directory}{slash}{other}"
+
+
+def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
+    weight_map = _weight_map(name, files)
+    parts = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    absent: list[str] = []
+
+    def header(where: str) -> dict[str, TensorInfo] | CheckpointError:
+        try:
+            return _header_of(where, files)
+        except CheckpointError as error:
+            return error
+
+    # Of a remote checkpoint, the headers of many files take long to arrive one by one.
+    with ThreadPoolExecutor(8, thread_name_prefix="namedshard-headers") as pool:
+        for file, found in zip(parts, pool.map(header, parts.values()), strict=True):
+            if isinstance(found, HeaderError):
+                raise found
+            if isinstance(found, CheckpointError):
+                count = sum(f == file for f in weight_map.values())
+                absent.append(f"{file} ({count} tensor{'s' * (count != 1)}): {str(found).splitlines()[0]}")
+            else:
+                headers[file] = found
+    if absent:
+        raise CheckpointError(
+            message(
+                f"{name}: {len(absent)} of {len(parts)} files of the index cannot be read",
+                absent,
+                fix="fetch the missing files into the index's directory",
+            )
+        )
+    stale = [f"{tensor}: not in {file}" for tensor, file in weight_map.items() if tensor not in headers[file]]
+    if stale:
+        raise HeaderError(
+            message(
+                f"{name}: the index and its files do not agree on {len(stale)} of {len(weight_map)} tensors",
+                stale,
+                fix="fetch index and files again, from one revision",
+            )
+        )
+    return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
+
+
+def referenced_files(index: str) -> set[str]:
+    """The files that a local index names; none if there is no index.
+
+    Raises:
+        CheckpointError: There is one, which cannot be read.
+    """
+    if not os.path.lexists(index):
+        return set()
+    with Files() as files:
+        return set(_weight_map(index, files).values())
+
+
+def own_files(directory: str) -> set[str]:
+    """What the directory's index names and may be removed with it: checkpoint files that lie beside it."""
+    try:
+        named = referenced_files(os.path.join(directory, INDEX))
+    except CheckpointError:
+        return set()
+    # What is anywhere else, or of another kind, is not the checkpoint's own, whatever an index says.
+    beside = map(os.path.normpath, named)
+    return {name for name in beside if name.endswith(SUFFIX) and not re.search(r"[/\\]", name)}
+
+
+def remains(directory: str) -> list[str]:
+    """Shards in a local directory that a save which was broken off has left."""
+    names = _listing(directory)
+    named: set[str] = set()
+    try:
+        for name in names:
+            if name.endswith(INDEX_SUFFIX):
+                named |= {os.path.normpath(file) for file in referenced_files(os.path.join(directory, name))}
+    except CheckpointError:
+        # Whatever it names is somebody's until the index is mended.
+        return []
+    return left_over(names, named)
+
+
+def _listing(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise CheckpointError(message(f"{directory} cannot be opened: {error.strerror}")) from error
+
+
+def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
+    base = directory if directory.endswith("/") else directory + "/"
+    names = names_in(directory, (INDEX, SINGLE)) if is_url(directory) else _listing(directory)
+    first, *others = chosen(directory, names)
+    if first.endswith(INDEX_SUFFIX):
+        return _from_index(base + first, files)
+    return _from_files(base, [first, *others], files)
+
+
+def _from_files(base: str, names: Sequence[str], files: Files) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    twice: list[str] = []
+    for name in names:
+        header = _header_of(base + name, files)
+        twice += [
+            f"{tensor}: in {os.path.basename(found[tensor].file)} and {name}" for tensor in header if tensor in found
+        ]
+        found |= header
+    if twice:
+        raise HeaderError(
+            message(
+                f"{base.rstrip('/')} has no {INDEX}, and its files hold {len(twice)} tensors twice",
+                twice,
+                fix="fetch the index",
+            )
+        )
+    return found
+
+
+def find_tensors(path: str, files: Files) -> Mapping[str, TensorInfo]:
+    """All tensors of a checkpoint, by name; see `read_header`."""
+    plain = _plain(path)
+    if plain.endswith(INDEX_SUFFIX):
+        return _from_index(path, files)
+    if os.path.isdir(path) or (is_url(path) and not plain.endswith(SUFFIX)):
+        return _from_directory(plain, files)
+    return _header_of(path, files)
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+    """What a checkpoint holds, from its headers alone: no tensor is read, and no device is touched.
+
+    Args:
+        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them: a path, or a
+            URL that fsspec can open (extra ``namedshard[remote]``). Without an index, the files of a directory are one
+            checkpoint if their names (``...-00001-of-00002.safetensors``) say so, and none is missing.
+
+    Returns:
+        For each tensor name its shape, dtype, file, and bytes within the file.
+
+    Raises:
+        CheckpointError: A file is missing, is no regular file, or the directory holds no checkpoint, several, or parts
+            of one.
+        HeaderError: A file or index is cut off, or does not describe its own contents: every bad tensor is listed.
+
+    Examples:
+        >>> import numpy as np, tempfile, namedshard as ns
+        >>> from safetensors.numpy import save_file
+        >>> with tempfile.TemporaryDirectory() as d:
+        ...     save_file({"w": np.zeros((2, 3), np.float32)}, f"{d}/model.safetensors")
+        ...     info = ns.read_header(d)["w"]
+        >>> info.shape, info.dtype, info.stop - info.start
+        ((2, 3), dtype('float32'), 24)
+    """
+    with Files() as files:
+        return dict(find_tensors(os.fspath(path), files))

@@ -1,0 +1,290 @@
+"""`load_safetensors`: from bytes to the final placement in one step."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from namedshard._errors import NarrowingError, at, message
+from namedshard._place import boxes, moves
+from namedshard._place.gather import parse_bytes
+from namedshard._plan.mapping import MappingLike, Policy
+from namedshard._plan.mesh import MeshLike
+from namedshard._safetensors.index import find_tensors
+from namedshard._safetensors.layout import Bounds, boxes_in, volume
+from namedshard._safetensors.names import Names
+from namedshard._safetensors.progress import Progress, reporting
+from namedshard._safetensors.ranges import Habits, chunks, joined
+from namedshard._safetensors.reader import Job, Read, Shard, run, within
+from namedshard._safetensors.source import Files, Opener, open_source
+from namedshard._safetensors.targets import DTypes, Missing, Narrow, Target, Unexpected, targets_of
+
+
+def _local_bounds(target: Target) -> list[Bounds]:
+    """The distinct shards of a leaf that this process's devices need."""
+    if target.sharding is None:
+        return [tuple((0, n) for n in target.shape)]
+    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
+    return list(dict.fromkeys(boxes.bounds_of(index or (), target.shape) for index in indices))
+
+
+def _nbytes_read(target: Target, bounds: Bounds) -> int:
+    """The bytes of the file that a shard is made of."""
+    found = ((origin.info.dtype.itemsize, boxes_in(origin.part, bounds)) for origin in target.origins)
+    return sum(itemsize * volume(box) for itemsize, inside in found for box in inside)
+
+
+def _batches(
+    targets: Sequence[Target], needed: Mapping[int, list[Bounds]], limit: int | None
+) -> Iterator[list[tuple[Target, Bounds]]]:
+    """Shards to read together: all of them, or as many as fit in host memory until they are on their devices."""
+    batch: list[tuple[Target, Bounds]] = []
+    held = 0
+    for target in targets:
+        for bounds in needed[target.index]:
+            size = target.dtype.itemsize * volume(bounds)
+            if batch and limit is not None and held + size > limit:
+                yield batch
+                batch, held = [], 0
+            batch.append((target, bounds))
+            held += size
+    yield batch
+
+
+def _jobs(batch: Sequence[tuple[Target, Shard]], habits: Callable[[str], Habits]) -> Iterator[tuple[str, Job]]:
+    by_target: dict[int, tuple[Target, list[Shard]]] = {}
+    for target, shard in batch:
+        by_target.setdefault(target.index, (target, []))[1].append(shard)
+    for target, shards in by_target.values():
+        for origin in target.origins:
+            pieces = [(box, shard) for shard in shards for box in boxes_in(origin.part, shard.bounds)]
+            info, boxes = origin.info, [box for box, _ in pieces]
+            for chunk in chunks(origin.part, boxes, info.dtype.itemsize, info.start, habits(info.file)):
+                wanted = tuple(pieces[i] for i in chunk.pieces)
+                yield info.file, Job(chunk, origin.part, origin.name, info.dtype, origin.scale, wanted)
+
+
+def _reads(batch: Sequence[tuple[Target, Shard]], files: Files, budget: int) -> list[Read]:
+    def habits(file: str) -> Habits:
+        return within(files[file].habits, budget)
+
+    by_file: dict[str, list[Job]] = {}
+    for file, job in _jobs(batch, habits):
+        by_file.setdefault(file, []).append(job)
+    out: list[Read] = []
+    for file, jobs in by_file.items():
+        single = sorted((job for job in jobs if not job.chunk.outer), key=lambda job: job.chunk.start)
+        spans = [(job.chunk.start, job.chunk.start + job.chunk.nbytes) for job in single]
+        groups = [tuple(single[i] for i in group) for group in joined(spans, habits(file))]
+        for together in [*groups, *((job,) for job in jobs if job.chunk.outer)]:
+            stop = max(job.chunk.start + job.chunk.nbytes for job in together)
+            out.append(Read(files[file], together[0].chunk.start, stop, together))
+    return sorted(out, key=lambda read: (read.source.name, read.start))
+
+
+def _extremes(values: Sequence[Any]) -> str:
+    low, high = str(min(values)), str(max(values))
+    return f"{low} does" if low == high else f"{low} and {high} do"
+
+
+def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    for target, shard in batch:
+        for name, ends in shard.unfit.items():
+            found.setdefault((target.path, name, str(target.dtype)), []).extend(v for v in ends if v is not None)
+    if found:
+        lines = [
+            f"{at(path)}: tensor {name!r}: {_extremes(values)} not fit {dtype}"
+            for (path, name, dtype), values in found.items()
+        ]
+        raise NarrowingError(
+            message(
+                f"{len(lines)} {'tensor holds' if len(lines) == 1 else 'tensors hold'} values that do not fit",
+                lines,
+                fix="pass a wider dtype=, or enable 64-bit types",
+            )
+        )
+
+
+class _Assembly:
+    """Shards that are read, until their leaf is complete."""
+
+    def __init__(self, targets: Sequence[Target], needed: Mapping[int, list[Bounds]]):
+        # Where no device of this process is in the mesh, an array has no shard here, and is there all the same.
+        self.results: dict[int, jax.Array] = {
+            t.index: moves.from_pieces(t.shape, t.dtype, t.sharding, {}) for t in targets if not needed[t.index]
+        }
+        self._needed = needed
+        self._pieces: dict[int, dict[Bounds, Any]] = {index: {} for index in needed}
+
+    def add(self, target: Target, bounds: Bounds, piece: Any) -> None:
+        """One more shard: its memory, or the arrays that it has become on its devices."""
+        pieces = self._pieces[target.index]
+        pieces[bounds] = piece
+        if len(pieces) < len(self._needed[target.index]):
+            return
+        del self._pieces[target.index]
+        if isinstance(piece, np.ndarray):
+            result = moves.from_pieces(target.shape, target.dtype, target.sharding, pieces)
+        else:
+            result = moves.from_device_pieces(target.shape, target.sharding, [a for p in pieces.values() for a in p])
+        self.results[target.index] = result
+
+
+def _load(targets: Sequence[Target], files: Files, budget: int, progress: Progress) -> dict[int, jax.Array]:
+    # Where the devices' memory is this host's, the buffers that are read into become the shards.
+    staged = not all(moves.in_host_memory(t.sharding) for t in targets)
+    needed = {t.index: _local_bounds(t) for t in targets}
+    assembly = _Assembly(targets, needed)
+    total = sum(_nbytes_read(t, bounds) for t in targets for bounds in needed[t.index])
+    in_flight: list[Any] = []
+    with reporting(progress, total, "loading") as tell:
+        for wanted in _batches(targets, needed, budget // 4 if staged else None):
+            batch = [
+                (t, Shard(bounds, boxes.aligned_empty(tuple(hi - lo for lo, hi in bounds), t.dtype), t.check))
+                for t, bounds in wanted
+            ]
+            reads = _reads(batch, files, budget // 2)
+            run(reads, max((r.source.habits.threads for r in reads), default=1), tell)
+            _raise_unfit(batch)
+            placed: list[Any] = []
+            for target, shard in batch:
+                piece = shard.array
+                if staged:
+                    piece = moves.onto_devices(target.shape, target.sharding, shard.bounds, piece)
+                    placed += piece
+                assembly.add(target, shard.bounds, piece)
+            jax.block_until_ready(in_flight)
+            in_flight = placed
+    jax.block_until_ready(in_flight)
+    return assembly.results
+
+
+def load_with(
+    opener: Opener,
+    path: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    mapping: MappingLike | None,
+    mesh: MeshLike | None,
+    names: Names | None,
+    dtype: DTypes,
+    memory_kind: str | None,
+    indivisible: Policy | None,
+    missing: Missing,
+    unexpected: Unexpected,
+    narrow: Narrow,
+    budget: int | str,
+    progress: Progress,
+) -> PyTree:
+    """`load_safetensors` from any source of bytes."""
+    where = os.fspath(path)
+    limit = parse_bytes(budget)
+    with Files(opener) as files:
+        found = find_tensors(where, files)
+        targets = targets_of(
+            like,
+            found,
+            path=where,
+            mapping=mapping,
+            mesh=mesh,
+            names=names,
+            dtype=dtype,
+            memory_kind=memory_kind,
+            indivisible=indivisible,
+            missing=missing,
+            unexpected=unexpected,
+            narrow=narrow,
+        )
+        results = _load(targets, files, limit, progress) if targets else {}
+    leaves, treedef = jax.tree_util.tree_flatten(like)
+    return jax.tree_util.tree_unflatten(treedef, [results.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def load_safetensors(
+    path: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    names: Names | None = None,
+    dtype: DTypes = None,
+    memory_kind: str | None = None,
+    indivisible: Policy | None = None,
+    missing: Missing = "error",
+    unexpected: Unexpected = "warn",
+    narrow: Narrow = "error",
+    budget: int | str = "1GiB",
+    progress: Progress = None,
+) -> PyTree:
+    """Load a safetensors checkpoint from its bytes straight to the final placement.
+
+    Each process reads only the byte ranges that its own devices need, into the shards themselves. Everything that can
+    be known to fail fails before the first tensor is read.
+
+    Args:
+        path: A safetensors file, an index (``*.safetensors.index.json``), or a directory with one of them: a path, or a
+            URL that fsspec can open (extra ``namedshard[remote]``).
+        like: A tree of arrays or ``jax.ShapeDtypeStruct``s (from ``equinox.filter_eval_shape``, say) of any shapes;
+            gives structure, axis names, dtypes, and all that is no array.
+        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
+        mesh: A ``jax.sharding.Mesh``; the context's by default. Leaves that the mapping says nothing about because
+            they have no names, and all leaves where there is no mapping, are placed by `best_effort_sharding`; without
+            a mesh, arrays go where an abstract leaf's own sharding says, or to the default device.
+        names: Leaf path to tensor name, as a dict or a function (None: the default); a leaf's value may also be a list
+            of names, one for each index of its first dimension. By default, names and layouts are those of Haliax's
+            state dicts: stacked layers are one tensor per layer, ``Linear`` axes are flattened.
+        dtype: A dtype for all leaves of its kind (floating, integer, complex), or leaf path to dtype as a dict or a
+            function of leaf path and the file's dtype. By default those of ``like``.
+        memory_kind: ``"device"``, ``"pinned_host"``, ...; None is the devices' own memory.
+        indivisible: Overrides the mapping's policy for axes that do not divide: ``"error"`` or ``"replicate"``.
+        missing: ``"error"``, or ``"keep"`` to leave a leaf without tensor as it is in ``like``.
+        unexpected: ``"error"``, ``"warn"`` or ``"ignore"`` tensors that are for no leaf.
+        narrow: ``"error"`` for 64-bit tensors that JAX would narrow and integers that a smaller type may not hold, or
+            ``"fit"`` to take them if every value fits. What ``dtype`` asks for needs no leave, but integers must fit.
+        budget: Host memory, in bytes or as in ``"1GiB"``, for buffers and for shards on their way to accelerators.
+        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is told the
+            bytes done and in all.
+
+    Returns:
+        A tree like ``like`` with its arrays in place.
+
+    Raises:
+        CheckpointError: A file is missing or no regular file, or ``names`` does not fit the tree.
+        HeaderError: A file or index is cut off, or does not describe its own contents.
+        MissingTensorError: Tensors are missing, unexpected, or of other shapes; all are listed.
+        NarrowingError: Values would be narrowed; all tensors are listed.
+        PlanError: The tree cannot be sharded so; see `plan`.
+        MemoryKindError: The devices do not offer the memory kind.
+
+    Examples:
+        >>> import haliax as hax, jax, numpy as np, tempfile, namedshard as ns
+        >>> from safetensors.numpy import save_file
+        >>> axes = hax.Axis("mlp", 8), hax.Axis("embed", 4)
+        >>> like = {"w": hax.NamedArray(jax.ShapeDtypeStruct((8, 4), "float32"), axes)}
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+        >>> with tempfile.TemporaryDirectory() as d:
+        ...     save_file({"w": np.arange(32, dtype=np.float32).reshape(8, 4)}, f"{d}/model.safetensors")
+        ...     tree = ns.load_safetensors(d, like, mapping={"mlp": "model"}, mesh=mesh)
+        >>> float(tree["w"].array[7, 3]), tuple(tree["w"].array.sharding.spec)
+        (31.0, ('model', None))
+    """
+    return load_with(
+        open_source,
+        path,
+        like,
+        mapping=mapping,
+        mesh=mesh,
+        names=names,
+        dtype=dtype,
+        memory_kind=memory_kind,
+        indivisible=indivisible,
+        missing=missing,
+        unexpected=unexpected,
+        narrow=narrow,
+        budget=budget,
+        progress=progress,
+    )

@@ -1,0 +1,290 @@
+"""EFFECTS. One process's part in writing the files of a checkpoint, each of them beside its name."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from namedshard._errors import CheckpointError, NarrowingError, human_bytes, message
+from namedshard._processes import breaks
+from namedshard._processes.meetings import Left, Meeting, first_line
+from namedshard._safetensors.commit import PartialFile
+from namedshard._safetensors.header import encode_header
+from namedshard._safetensors.layout import leaf_bounds
+from namedshard._safetensors.outgoing import Outgoing
+from namedshard._safetensors.pull import Pieces, gathered, pieces_of
+from namedshard._safetensors.ranges import LOCAL, Chunk, chunks, run_offsets
+from namedshard._safetensors.reader import scaled, within
+
+Tell = Callable[[int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class File:
+    """One file to write: its name, tensors and owner."""
+
+    name: str
+    tensors: tuple[Outgoing, ...]
+    owner: int
+
+
+class Failures:
+    """Errors of this process, kept until all processes have come to the same point: none may wait for one that left.
+
+    Attributes:
+        broken: That this process can take part in no more exchanges of arrays.
+        exchanging: That the others may be in an exchange of arrays, or go on to one, without another round before it.
+        known: That the last round has failed, on all processes that came to it.
+        placed: Whether the new checkpoint is in place already; None if that is not known here.
+    """
+
+    def __init__(self, meeting: Meeting, where: str, nbytes: int) -> None:
+        self.broken = False
+        self.exchanging = False
+        self.known = False
+        self.placed: bool | None = False
+        self._meeting = meeting
+        self._what = f"{where}: the checkpoint ({human_bytes(nbytes)})"
+        self._first: BaseException | None = None
+        self._of_writing = False
+
+    def __bool__(self) -> bool:
+        return self._first is not None
+
+    def add(self, error: BaseException, *, of_writing: bool = False) -> None:
+        """One more; the first is told of."""
+        if self._first is None:
+            self._first, self._of_writing = error, of_writing and isinstance(error, OSError)
+
+    @contextlib.contextmanager
+    def caught(self, *, of_writing: bool = False) -> Generator[None]:
+        """Keep an error for the next round; ``of_writing``: if it is the operating system's, it is a file's."""
+        try:
+            yield
+        except BaseException as error:
+            self.add(error, of_writing=of_writing)
+
+    @contextlib.contextmanager
+    def told(self) -> Generator[None]:
+        """Tell the others if this process leaves while they may wait for it in an exchange of arrays."""
+        try:
+            yield
+        except BaseException as error:
+            if self.exchanging and not self.known:
+                breaks.tell(error)
+            raise
+
+    def round(
+        self, word: Mapping[str, Any] | None = None, *, placing: bool = False, exchanging: bool = False
+    ) -> list[Mapping[str, Any]]:
+        """Each process's word; raises on every process if any of them has failed. A collective.
+
+        ``placing``: process 0 has tried to put the new checkpoint in place. ``exchanging``: an exchange of arrays
+        follows, if nobody has failed.
+        """
+        if self.broken and self._first is not None:
+            # Who has died does not come to a round, and JAX ends those who wait for it.
+            raise self._first
+        self.exchanging = exchanging
+        try:
+            words = self._meeting.say(dict(word or {}) | self._report())
+        except Left as left:
+            self.known, self.placed = True, None if placing else False
+            if self._first is None and breaks.noticed():
+                raise breaks.ended(
+                    f"{self._what} is not saved: an exchange of arrays between processes broke off{self._before()}"
+                ) from left
+            raise self._own() or self._elsewhere(left.process, {"error": left.why}) from (self._first or left)
+        self.placed = words[0].get("placed", False)
+        failed = [process for process, said in enumerate(words) if "error" in said]
+        self.known = bool(failed)
+        if failed:
+            raise self._own() or self._elsewhere(failed[0], words[failed[0]]) from self._cause()
+        return words
+
+    def _report(self) -> dict[str, Any]:
+        if self._first is None:
+            return {}
+        # A plain one is about all processes alike.
+        whole = {"text": str(self._first)} if type(self._first) is CheckpointError else {}
+        return {"error": self._why(self._first), "of_writing": self._of_writing} | whole
+
+    def _why(self, error: BaseException) -> str:
+        return str(getattr(error, "strerror", None) or error) if self._of_writing else first_line(error)
+
+    def _own(self) -> BaseException | None:
+        if self._first is None or not self._of_writing:
+            return self._first
+        return self._not_written(self._why(self._first))
+
+    def _cause(self) -> BaseException | None:
+        return self._first if self._of_writing else None if self._first is None else self._first.__cause__
+
+    def _elsewhere(self, process: int, said: Mapping[str, Any]) -> CheckpointError:
+        if "text" in said:
+            return CheckpointError(said["text"])
+        if said.get("of_writing"):
+            return self._not_written(f"it failed on process {process}: {said['error']}")
+        return CheckpointError(
+            message(
+                f"{self._what} is not saved: process {process} broke off: {said['error']}{self._before()}",
+                fix=f"see to the error of process {process}, and save again on every process",
+            )
+        )
+
+    def _not_written(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            message(f"{self._what} cannot be written: {why}{self._before()}", fix="free some space, or save elsewhere")
+        )
+
+    def _before(self) -> str:
+        if self.placed is None:
+            return "; it is not known whether it has replaced what was there before"
+        return "; it has replaced what was there before" if self.placed else "; what was there before is untouched"
+
+
+def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
+    """Numbers become whole ones of a smaller type if each of them fits, or not at all."""
+    info = ml_dtypes.iinfo(tensor.dtype)
+    exact: Any = int if jnp.issubdtype(data.dtype, np.integer) else float
+    least, most = exact(data.min()), exact(data.max())
+    # Not "outside of": a value that is no number compares with none.
+    if info.min <= least and most <= info.max:
+        return
+    values = f"values from {least} to {most} do" if least < most else f"value {least} does"
+    raise NarrowingError(
+        message(
+            f"tensor {tensor.name!r}: {data.dtype} {values} not fit {tensor.dtype}",
+            fix="pass a wider dtype=" if math.isfinite(least) and math.isfinite(most) else "pass a floating dtype=",
+        )
+    )
+
+
+def _as_stored(tensor: Outgoing, data: np.ndarray) -> np.ndarray:
+    checked = jnp.issubdtype(tensor.dtype, np.integer) and data.dtype != np.bool_
+    with np.errstate(over="ignore", invalid="ignore"):
+        if tensor.scale != 1:
+            data = scaled(data, tensor.scale, np.dtype(np.float64) if checked else tensor.dtype)
+        if checked and data.dtype != tensor.dtype and data.size:
+            _check_fits(tensor, data)
+        return np.ascontiguousarray(data, dtype=tensor.dtype)
+
+
+class FileWriter:
+    """Writes files together with the other processes.
+
+    Args:
+        directory: Where.
+        me: This process's number.
+        metadata: For the header of each file.
+        budget: Bytes of host memory for what is gathered and converted.
+        shared: Ids of the values that it takes all processes to get at.
+        failures: What goes wrong here, which ends the writing, but not this process's part in exchanges of arrays.
+        tell: Is told of bytes that are written.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        me: int,
+        metadata: dict[str, str],
+        budget: int,
+        shared: frozenset[int],
+        failures: Failures,
+        tell: Tell,
+    ) -> None:
+        self.partials: list[PartialFile] = []
+        self._directory = directory
+        self._me = me
+        self._metadata = metadata
+        self._budget = budget
+        self._shared = shared
+        self._failures = failures
+        self._tell = tell
+
+    def write(self, file: File) -> None:
+        """Write one file beside its name, on its owner; the other processes take part in gathering. Raises nothing."""
+        head, size = encode_header([(t.name, t.dtype, t.shape) for t in file.tensors], self._metadata)
+        partial: PartialFile | None = None
+        if file.owner == self._me and not self._failures:
+            with self._failures.caught(of_writing=True):
+                # Where it was looked for before, some network file systems believe it absent until they are asked to.
+                os.makedirs(self._directory, exist_ok=True)
+                partial = PartialFile(os.path.join(self._directory, file.name), size)
+                self.partials.append(partial)
+                partial.write(0, memoryview(head))
+        together = self.exchanged(file)
+        try:
+            # The others wait in an exchange for one that does not come to it.
+            with breaks.breaking_off() if together else contextlib.nullcontext():
+                self._write_tensors(file, partial, len(head))
+        except BaseException as error:
+            self._failures.broken |= together
+            self._failures.add(error)
+        if partial is not None and not self._failures:
+            with self._failures.caught(of_writing=True):
+                partial.finish()
+
+    def exchanged(self, file: File) -> bool:
+        """Whether it takes an exchange of arrays to write a file."""
+        return any(id(value) in self._shared for tensor in file.tensors for value, _ in tensor.parts)
+
+    def _write_tensors(self, file: File, partial: PartialFile | None, at: int) -> None:
+        habits = within(LOCAL, self._budget // 2)
+        gathering = dataclasses.replace(habits, read_bytes=max(1 << 16, min(64 << 20, self._budget // 4)))
+        with concurrent.futures.ThreadPoolExecutor(habits.threads, thread_name_prefix="namedshard-write") as pool:
+            for tensor in file.tensors:
+                for i, (value, part) in enumerate(tensor.parts):
+                    together = id(value) in self._shared
+                    found = chunks(part, [part.whole], tensor.dtype.itemsize, at, gathering if together else habits)
+                    write = functools.partial(self._write_chunks, pool, partial, tensor, i)
+                    if not together:
+                        write(lambda value=value: pieces_of(value), found)
+                        continue
+                    for chunk in found:
+                        if self._failures.broken:
+                            return
+                        pieces = gathered(value, leaf_bounds(part, chunk.box), file.owner, self._budget // 4)
+                        if pieces is not None:
+                            write(lambda pieces=pieces: pieces, [chunk])
+                at += tensor.nbytes
+
+    def _write_chunks(
+        self,
+        pool: concurrent.futures.Executor,
+        partial: PartialFile | None,
+        tensor: Outgoing,
+        index: int,
+        pieces: Callable[[], Pieces],
+        found: Iterable[Chunk],
+    ) -> None:
+        if partial is None or self._failures:
+            return
+        with self._failures.caught():
+            data = pieces()
+            pending = [pool.submit(self._write_chunk, partial, tensor, data, index, chunk) for chunk in found]
+            for future in pending:
+                with self._failures.caught(of_writing=True):
+                    count = future.result()
+                if self._failures:
+                    return
+                # Whatever it raises is the caller's own, also where it looks like a file's.
+                self._tell(count)
+
+    def _write_chunk(self, file: PartialFile, tensor: Outgoing, pieces: Pieces, index: int, chunk: Chunk) -> int:
+        if self._failures:
+            return 0
+        part = tensor.parts[index][1]
+        flat = _as_stored(tensor, pieces.read(part, chunk.box)).reshape(-1).view(np.uint8)
+        lines = memoryview(flat)
+        for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):
+            file.write(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
+        return flat.nbytes
