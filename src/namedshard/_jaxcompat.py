@@ -5,7 +5,7 @@ Each name here is used for a reason that no public function serves; ``tests/test
 
 import contextlib
 import threading
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,6 +19,10 @@ from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+)
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from namedshard._types import Device, Tracer
@@ -302,3 +306,17 @@ def keep_inlined_jits() -> Generator[None, None, None]:
             _keeping -= 1
             if not _keeping:
                 _staging_rules[_JIT] = _inline_or_not
+
+
+def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
+    """The jaxprs in an equation's parameter, or in a dict or sequence of parameters."""
+    if isinstance(value, ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from inner_jaxprs(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from inner_jaxprs(item)

@@ -23,16 +23,6 @@ Known = dict[Any, Sharding]
 """The shardings of a jaxpr's variables, as far as they are certain."""
 
 
-def _sub_jaxprs(value: Any) -> Iterator[Any]:
-    if hasattr(value, "eqns"):
-        yield value
-    elif hasattr(value, "jaxpr"):
-        yield from _sub_jaxprs(value.jaxpr)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _sub_jaxprs(item)
-
-
 def _transfers(jaxpr: Any, known: Known) -> Iterator[tuple[Any, Any, Known]]:
     """Every ``device_put`` and each of its targets, nested ones included."""
     for eqn in jaxpr.eqns:
@@ -42,13 +32,12 @@ def _transfers(jaxpr: Any, known: Known) -> Iterator[tuple[Any, Any, Known]]:
         elif name == "device_put":
             for n in range(len(eqn.params["devices"])):
                 yield eqn, n, known
-        for value in eqn.params.values():
-            for inner in _sub_jaxprs(value):
-                passed: Known = {}
-                if name in ("jit", "pjit") and len(inner.invars) == len(eqn.invars):
-                    outer = ((v, known.get(o)) for v, o in zip(inner.invars, map(_hashable, eqn.invars), strict=True))
-                    passed = {v: s for v, s in outer if s is not None}
-                yield from _transfers(inner, passed)
+        for inner in compat.inner_jaxprs(eqn.params):
+            passed: Known = {}
+            if name in ("jit", "pjit") and len(inner.invars) == len(eqn.invars):
+                outer = ((v, known.get(o)) for v, o in zip(inner.invars, map(_hashable, eqn.invars), strict=True))
+                passed = {v: s for v, s in outer if s is not None}
+            yield from _transfers(inner, passed)
 
 
 def _hashable(atom: Any) -> Any:
