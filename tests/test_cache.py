@@ -46,5 +46,5 @@ def test_removed_and_cleared_keys_are_gone() -> None:
     cache.remove("a")
     cache.remove("a")
     assert (cache.get("a"), cache.get("b")) == (None, "b")
-    cache.clear()
+    cache.cache_clear()
     assert len(cache) == 0

@@ -1,5 +1,6 @@
 """What `init` costs: distinct programs whatever the depth, temporaries, a compilation cache on disk, what it shows."""
 
+import functools
 import gc
 import io
 import json
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from haliax import Axis
 from support import M8, M42, bits
 
 import namedshard as ns
-from namedshard._init import programs
+from namedshard._init import run
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model"}
 
@@ -47,9 +47,11 @@ def test_the_programs_are_those_of_one_block(model: Any) -> None:
         report = ns.init(model, jr.PRNGKey(0), n, mapping=MAPPING, mesh=M42, report=True)[1]
         counts.append([(p.name, p.calls // n) for p in report.programs])
     assert counts[0] == counts[1]
+    # Two biases and the two leaves of a norm, of which those with one shape share a program.
     assert sorted(counts[0]) == [
-        ("init_constants", 0),
-        ("init_keys", 0),
+        ("init_broadcast_in_dim", 1),
+        ("init_broadcast_in_dim", 3),
+        ("init_keys", 1 if model is chained else 0),
         ("init_truncated_normal", 1),
         ("init_truncated_normal", 1),
     ]
@@ -58,7 +60,7 @@ def test_the_programs_are_those_of_one_block(model: Any) -> None:
 def test_a_deeper_model_compiles_no_initialiser_again() -> None:
     ns.init(blocks, jr.PRNGKey(0), 4, mapping=MAPPING, mesh=M42)
     report = ns.init(blocks, jr.PRNGKey(0), 8, mapping=MAPPING, mesh=M42, report=True)[1]
-    assert {p.name for p in report.programs if p.compile_seconds} <= {"init_keys", "init_constants"}
+    assert {p.name for p in report.programs if p.compile_seconds} <= {"init_keys"}
 
 
 def test_unrolled_truncated_normals_are_one_program() -> None:
@@ -69,16 +71,6 @@ def test_unrolled_truncated_normals_are_one_program() -> None:
         made, report = ns.init(fn, jr.PRNGKey(0), n, report=True)
         assert [(p.name, p.calls) for p in report.programs if p.name != "init_keys"] == [("init_truncated_normal", n)]
         assert [bits(x) for x in made] == [bits(x) for x in fn(jr.PRNGKey(0), n)]
-
-
-def test_what_runs_once_only_shares_a_program_as_memory_allows() -> None:
-    def fn(key: Any) -> Any:
-        small = [jr.uniform(k, (8, i + 1)) for i, k in enumerate(jr.split(key, 6))]
-        return small, jr.uniform(key, (256, 512))
-
-    made, report = ns.init(fn, jr.PRNGKey(0), report=True)
-    assert len([p for p in report.programs if p.name == "init_uniform"]) < 6
-    assert [bits(x) for x in jax.tree.leaves(made)] == [bits(x) for x in jax.tree.leaves(fn(jr.PRNGKey(0)))]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -95,13 +87,21 @@ DRAWS = {
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("mapping", [{"embed": "data", "mlp": "model"}, {"embed": ("data", "model")}, {"mlp": "data"}])
-def test_temporaries_stay_under_three_shards(draw: str, mapping: Any) -> None:
-    """Those of the generator included; compiled whole by JAX the same leaf takes more."""
+def test_a_leaf_takes_what_jit_takes(draw: str, mapping: Any) -> None:
+    """In temporaries, and in bytes accessed: nothing is kept apart or copied that `jax.jit` fuses."""
     made, report = ns.init(DRAWS[draw], jr.PRNGKey(0), mapping=mapping, mesh=M42, report=True)
     shard = made.array.addressable_shards[0].data.nbytes
     assert report.bytes_per_device == shard
-    assert report.peak_temporary_bytes < 3 * shard
     assert max(p.bytes_per_device for p in report.programs) == shard
+    (ours,) = ns.lower_init(DRAWS[draw], jr.PRNGKey(0), mapping=mapping, mesh=M42).compile().programs
+    jitted = jax.jit(lambda k: DRAWS[draw](k).array, out_shardings=made.array.sharding)
+    plain = jitted.lower(jr.PRNGKey(0)).compile()
+    accessed = [p.cost_analysis()["bytes accessed"] for p in (ours, plain)]
+    temporaries = [p.memory_analysis().temp_size_in_bytes for p in (ours, plain)]
+    assert accessed[0] <= 1.01 * accessed[1]
+    assert temporaries[0] == report.peak_temporary_bytes
+    # A few words more: the key comes as its data.
+    assert temporaries[0] <= temporaries[1] + 256
 
 
 def test_only_shards_are_ever_on_a_device() -> None:
@@ -115,15 +115,6 @@ def test_only_shards_are_ever_on_a_device() -> None:
     assert report.local == 0
     assert {s.data.nbytes for s in made.array.addressable_shards} == {1024 * 2048 * 4 // 8}
     assert report.peak_temporary_bytes < 1024 * 2048 * 4 // 2
-
-
-def test_packed_programs_stay_within_the_bound_too() -> None:
-    def fn(key: Any) -> Any:
-        return [hax.random.normal(k, (Axis("mlp", 64 * (i + 4)), Embed)) for i, k in enumerate(jr.split(key, 6))]
-
-    made, report = ns.init(fn, jr.PRNGKey(0), mapping={"embed": "data", "mlp": "model"}, mesh=M42, report=True)
-    largest = max(x.array.addressable_shards[0].data.nbytes for x in made)
-    assert report.peak_temporary_bytes < 3 * largest
 
 
 def test_the_report_adds_up() -> None:
@@ -185,7 +176,7 @@ class _Slow:
     def __init__(self, seconds: float):
         self.seconds = seconds
 
-    def compile(self, compiler_options: Any) -> str:
+    def compile(self) -> str:
         time.sleep(self.seconds)
         return "compiled"
 
@@ -195,21 +186,76 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(
     seconds: float, terminal: bool, shown: bool, monkeypatch: Any
 ) -> None:
     out = _Terminal()
-    monkeypatch.setattr(programs, "_QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(
-        programs, "Console", lambda **_: rich.console.Console(file=out, force_terminal=terminal, width=80)
-    )
-    with ThreadPoolExecutor(1) as pool:
-        slow = programs.Program("slow", _Slow(seconds), pool)
-        programs.wait_for([slow])
-    assert slow.compiled == "compiled"
+    monkeypatch.setattr(run, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(run, "Console", lambda **_: rich.console.Console(file=out, force_terminal=terminal, width=80))
+    lowered: Any = {"slow": _Slow(seconds)}
+    assert run.finish(run.submit(lowered)) == {"slow": "compiled"}
     assert ("init: compiling" in out.getvalue()) is shown
 
 
-def test_a_compilation_that_fails_fails_the_call() -> None:
-    class Failing:
-        def compile(self, compiler_options: Any) -> None:
-            raise RuntimeError("planted")
+def test_a_compilation_that_fails_fails_the_call_and_is_tried_again(monkeypatch: Any) -> None:
+    key = jr.PRNGKey(0)
+    compile_ = jax.stages.Lowered.compile
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match=r"^planted$"):
-        programs.wait_for([programs.Program("failing", Failing(), pool)])
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^planted$"):
+            ns.init(DRAWS["uniform"], key, mapping={"embed": "model"}, mesh=M42)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
+    made = ns.init(DRAWS["uniform"], key, mapping={"embed": "model"}, mesh=M42)
+    assert bits(made.array) == bits(jax.jit(DRAWS["uniform"])(key).array)
+
+
+# --- what stays in memory ---------------------------------------------------------------------------------------------
+
+
+def _held() -> int:
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+@pytest.mark.parametrize("how", ["closure", "argument", "partial"])
+def test_what_a_function_closes_over_goes_with_it(how: str) -> None:
+    def call() -> None:
+        table = jnp.ones((256, 256))
+
+        def fn(key: Any) -> Any:
+            return jr.normal(key, (8, 8)), hax.named(table * 2.0, ("embed", "mlp"))
+
+        def apply(key: Any, fn: Any) -> Any:
+            return fn(key)
+
+        key = jr.PRNGKey(0)
+        if how == "closure":
+            ns.init(fn, key, mapping=MAPPING, mesh=M42)
+        elif how == "argument":
+            ns.init(apply, key, fn, mapping=MAPPING, mesh=M42)
+        else:
+            ns.init(functools.partial(apply, fn=fn), key, mapping=MAPPING, mesh=M42)
+
+    call()
+    before = _held()
+    for _ in range(5):
+        call()
+    assert _held() - before < 256 * 256 * 4
+
+
+def test_clear_caches_forgets_the_programs() -> None:
+    fn = DRAWS["uniform"]
+    for _ in range(2):
+        ns.init(fn, jr.PRNGKey(0), mapping={"mlp": "model"}, mesh=M42)
+    assert len(run._compilations) > 0
+    jax.clear_caches()
+    assert len(run._compilations) == 0
+    report = ns.init(fn, jr.PRNGKey(0), mapping={"mlp": "model"}, mesh=M42, report=True)[1]
+    assert report.trace_seconds > 0
+    assert all(program.compile_seconds > 0 for program in report.programs)
+
+
+def test_with_jit_disabled_the_function_is_called_and_its_result_sharded() -> None:
+    with jax.disable_jit():
+        made = ns.init(DRAWS["uniform"], jr.PRNGKey(0), mapping={"embed": "data"}, mesh=M42)
+    assert made.array.sharding == ns.plan(made, {"embed": "data"}, M42).shardings.array

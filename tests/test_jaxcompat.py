@@ -226,7 +226,7 @@ def test_equations_are_run_as_jax_runs_them() -> None:
         assert np.array_equal(got, want)
 
 
-def test_an_equation_is_bound_under_the_options_of_its_trace_but_another_mesh() -> None:
+def test_an_equation_runs_under_the_options_of_its_trace_but_another_mesh() -> None:
     def f(key: Any) -> Any:
         with jax.threefry_partitionable(False):
             return jax.random.split(key)
@@ -234,52 +234,49 @@ def test_an_equation_is_bound_under_the_options_of_its_trace_but_another_mesh() 
     key = jax.random.key(0)
     with jax.set_mesh(M8):
         (eqn,) = (e for e in jax.make_jaxpr(f)(key).jaxpr.eqns if e.primitive.name == "random_split")
-    with compat.as_traced(eqn.ctx):
-        assert not jax.config.jax_threefry_partitionable
-        assert jax.sharding.get_abstract_mesh().empty
-        (out,) = compat.bind(eqn.primitive, eqn.params, [key])
+    meshes: list[Any] = []
+
+    def run(key: Any) -> Any:
+        (out,) = compat.run_equation(eqn, [key], eqn.params | {"shape": (3,)})
+        meshes.append(jax.typeof(out).sharding.mesh)
+        return out
+
+    assert jax.jit(run)(key).shape == (3,)
+    assert meshes[0].empty
+    (out,) = compat.run_equation(eqn, [key])
     assert jax.config.jax_threefry_partitionable
     assert (jax.random.key_data(out) == jax.random.key_data(f(key))).all()
     assert (jax.random.key_data(out) != jax.random.key_data(jax.random.split(key))).any()
+    (same,) = compat.bind(eqn.primitive, eqn.params, [key])
+    assert (jax.random.key_data(same) == jax.random.key_data(jax.random.split(key))).all()
     other = jax.make_jaxpr(jax.random.split)(key).jaxpr.eqns[0]
-    assert compat.context_key(eqn.ctx) != compat.context_key(other.ctx)
-    assert compat.context_key(other.ctx) == compat.context_key(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns[0].ctx)
+    assert compat.equation_options(eqn) != compat.equation_options(other)
+    assert compat.equation_options(other) == compat.equation_options(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns[0])
 
 
-def test_jits_of_numpy_stay_equations_where_they_are_kept() -> None:
-    def kept(x: Any) -> Any:
-        with compat.keep_inlined_jits():
-            return jax.jit(lambda y: y.mean())(x) + jnp.mean(x)
+def test_the_jaxprs_within_an_equation() -> None:
+    def f(x: Any) -> Any:
+        y = jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)
+        return jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, y)
 
-    def names(f: Any) -> list[str]:
-        eqns = jax.make_jaxpr(f)(jnp.ones(3)).jaxpr.eqns
-        return [e.primitive.name for e in eqns]
-
-    assert names(kept) == ["jit"] * 3
-    plain, whole, added = jax.make_jaxpr(kept)(jnp.ones(3)).jaxpr.eqns
-    assert [compat.is_inlined(e.params) for e in (plain, whole, added)] == [False, True, True]
-    assert [e.primitive.name for e in plain.params["jaxpr"].jaxpr.eqns] == ["reduce_sum", "div"]
-    assert names(jnp.mean) == ["reduce_sum", "div"]
-    own = jax.custom_jvp(lambda y: jnp.mean(y))
-    own.defjvp(lambda primals, tangents: (own(*primals), jnp.mean(tangents[0])))
-
-    def in_place(x: Any) -> Any:
-        with compat.keep_inlined_jits():
-            return own(x)
-
-    assert names(in_place) == ["jit"]
-    assert names(lambda x: (in_place(x), own(x))) == ["jit", "custom_jvp_call"]
-    found: list[Any] = []
-    with pytest.raises(RuntimeError, match="planted"):
-        jax.make_jaxpr(lambda x: _within(lambda: (found.append(names(jnp.mean)), x / 0), "planted"))(1.0)
-    assert found == [["reduce_sum", "div"]], "another trace within is not concerned"
-    assert names(jnp.mean) == ["reduce_sum", "div"]
+    found = [[j.eqns[0].primitive.name for j in compat.inner_jaxprs(e.params)] for e in jax.make_jaxpr(f)(1.0).eqns]
+    assert [sorted(names) for names in found if names] == [["cos", "sin"], ["add", "lt"]]
+    mapped = jax.shard_map(jnp.sin, mesh=M8, in_specs=P("data"), out_specs=P("data"))
+    (eqn,) = jax.make_jaxpr(mapped)(jnp.ones(8)).eqns
+    assert [j.eqns[0].primitive.name for j in compat.inner_jaxprs(eqn.params)] == ["sin"]
 
 
-def _within(act: Callable[[], Any], error: str) -> None:
-    with compat.keep_inlined_jits():
-        act()
-        raise RuntimeError(error)
+def test_clear_caches_clears_ours_too() -> None:
+    class Cache:
+        cleared = 0
+
+        def cache_clear(self) -> None:
+            self.cleared += 1
+
+    cache = Cache()
+    compat.clear_with_jax(cache)
+    jax.clear_caches()
+    assert cache.cleared == 1
 
 
 # --- arrays, shardings and memory -------------------------------------------------------------------------------------
@@ -314,9 +311,8 @@ def test_explicit_axes_and_the_types_they_make() -> None:
     x = jax.device_put(counting(8), NamedSharding(E8, P("data")))
     assert compat.any_explicit(x.aval.sharding.mesh) and x.aval.sharding.spec == P("data")
     assert not compat.any_explicit(jax.device_put(counting(8), NamedSharding(M8, P("data"))).aval.sharding.mesh)
-    on_host = jax.make_jaxpr(lambda x: jax.device_put(x, HOST))(1.0).out_avals[0]
     auto = jax.device_put(counting(8), NamedSharding(M8, P("data"))).aval
-    assert [compat.has_place(a) for a in (x.aval, on_host, auto, jnp.ones(3).aval)] == [True, True, False, False]
+    assert [compat.is_explicitly_sharded(a) for a in (x.aval, auto, jnp.ones(3).aval)] == [True, False, False]
 
 
 def test_the_memory_that_a_type_names() -> None:
@@ -345,6 +341,14 @@ def test_how_xla_writes_host_memory() -> None:
 def test_keys() -> None:
     assert compat.is_key_array(jax.random.key(0)) and compat.is_key_array(jax.eval_shape(jax.random.key, 0))
     assert not compat.is_key_array(jax.random.PRNGKey(0)) and not compat.is_key_array(np.ones(3))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_the_data_of_keys(impl: str) -> None:
+    keys = jax.random.split(jax.random.key(0, impl=impl), 3)
+    assert compat.key_data_shape(keys) == jax.random.key_data(keys).shape
+    assert compat.key_impl(keys) == jax.random.key_impl(keys)
+    assert compat.key_impl(keys.aval) == jax.random.key_impl(keys)
 
 
 def test_weak_arrays_of_the_same_buffers() -> None:

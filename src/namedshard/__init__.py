@@ -34,9 +34,12 @@ from namedshard._explain.explain import explain as explain
 from namedshard._explain.report import Lint as Lint
 from namedshard._explain.report import Row as Row
 from namedshard._explain.report import Totals as Totals
+from namedshard._init.init import CompiledInit as CompiledInit
 from namedshard._init.init import InitReport as InitReport
+from namedshard._init.init import LoweredInit as LoweredInit
 from namedshard._init.init import init as init
-from namedshard._init.programs import ProgramReport as ProgramReport
+from namedshard._init.init import lower_init as lower_init
+from namedshard._init.run import ProgramReport as ProgramReport
 from namedshard._jit.fsdp import fsdp as fsdp
 from namedshard._jit.named_jit import NamedJit as NamedJit
 from namedshard._jit.named_jit import named_jit as named_jit
@@ -73,6 +76,7 @@ __all__ = [
     "AxisChoice",
     "AxisMapping",
     "CheckpointError",
+    "CompiledInit",
     "DeletedArrayError",
     "DonationError",
     "ExchangeError",
@@ -85,6 +89,7 @@ __all__ = [
     "LeafPlan",
     "Lint",
     "LocalArrayError",
+    "LoweredInit",
     "MappingError",
     "MemoryKindError",
     "MeshAxisConflictError",
@@ -122,6 +127,7 @@ __all__ = [
     "init",
     "iter_to_host",
     "load_safetensors",
+    "lower_init",
     "named_jit",
     "offload",
     "offload_optimizer",

@@ -19,14 +19,15 @@ class BoundedCache(Generic[V]):
     def __init__(self, size: int):
         self._size = size
         self._entries: collections.OrderedDict[Hashable, V] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        # Reentrant, since a garbage collection inside these methods may call `remove`.
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Hashable) -> V | None:
         """The value of a key, or None."""
-        with contextlib.suppress(TypeError, ValueError), self._lock:
+        with contextlib.suppress(TypeError, ValueError, KeyError), self._lock:
             found = self._entries.get(key)
             if found is not None:
                 self._entries.move_to_end(key)
@@ -48,7 +49,7 @@ class BoundedCache(Generic[V]):
         with contextlib.suppress(TypeError, ValueError), self._lock:
             self._entries.pop(key, None)
 
-    def clear(self) -> None:
-        """Forgets everything."""
+    def cache_clear(self) -> None:
+        """Forgets everything. The name is the one that ``functools.lru_cache`` has, and that JAX calls."""
         with self._lock:
             self._entries.clear()

@@ -4,6 +4,7 @@ Each name here is used for a reason that no public function serves; ``tests/test
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -17,8 +18,8 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
+from jax._src import util as _util
 from jax._src.array import ArrayImpl as ArrayImpl
-from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -186,11 +187,10 @@ def space_of_type(aval: Any) -> Any:
     return getattr(aval, "memory_space", DEVICE_SPACE)
 
 
-def has_place(aval: Any) -> bool:
-    """Whether a type says where the array is: in host memory, or split over Explicit axes."""
+def is_explicitly_sharded(aval: Any) -> bool:
+    """Whether a type says how the array is sharded, over a mesh with Explicit axes."""
     sharding = getattr(aval, "sharding", None)
-    explicit = sharding is not None and not sharding.mesh.empty and any_explicit(sharding.mesh)
-    return explicit or space_of_type(aval) == jax.memory.Space.Host
+    return sharding is not None and not sharding.mesh.empty and any_explicit(sharding.mesh)
 
 
 DEVICE_SPACE = jax.memory.Space.Device
@@ -218,10 +218,19 @@ def as_weak(x: Any) -> Any:
     return ArrayImpl(x.aval.update(weak_type=True), x.sharding, x._arrays, committed=True)
 
 
-def run_equation(eqn: Any, values: list[Any]) -> list[Any]:
-    """The outputs of one equation of a jaxpr on given inputs, as a custom interpreter runs it."""
-    with eqn.ctx.manager:
-        return bind(eqn.primitive, eqn.params, values)
+def run_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """The outputs of one equation of a jaxpr on given inputs, as a custom interpreter runs it.
+
+    It runs under the options that it was traced under, but with the mesh now in context.
+
+    Args:
+        eqn: The equation.
+        values: Its inputs.
+        params: Other parameters than the equation's own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        return bind(eqn.primitive, eqn.params if params is None else params, values)
 
 
 def bind(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
@@ -233,79 +242,38 @@ def bind(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> list[
     return list(out) if primitive.multiple_results else [out]
 
 
-@contextlib.contextmanager
-def as_traced(ctx: Any) -> Generator[None, None, None]:
-    """The options that an equation was traced under; the mesh in force stays."""
-    mesh = _holders.abstract_mesh_context_manager.get_local()
-    with ctx.manager:
-        traced_under = _holders.abstract_mesh_context_manager.swap_local(mesh)
-        try:
-            yield
-        finally:
-            _holders.abstract_mesh_context_manager.set_local(traced_under)
-
-
-def context_key(ctx: Any) -> Hashable:
-    """What tells the options of two equations apart, the mesh aside."""
+def equation_options(eqn: Any) -> Hashable:
+    """The options that an equation was traced under, apart from the mesh."""
+    ctx = eqn.ctx
     metadata = ctx.xla_metadata
     return ctx.compute_type, ctx.threefry_partitionable, tuple(sorted(metadata.items())) if metadata else None
 
 
-_staging_rules: dict[Any, Any] = _partial_eval.custom_staging_rules
-_JIT = next(p for p in _staging_rules if p.name in ("jit", "pjit"))
-_PER_ARGUMENT = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+@functools.lru_cache(maxsize=64)
+def _of_keys(dtype: Any) -> tuple[tuple[int, ...], Any]:
+    """The shape of the data, and the implementation, of one key of this dtype."""
+    found: list[Any] = []
+
+    def look(key: Any) -> Any:
+        found.append(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
+    return tuple(jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype)).shape), found[0]
 
 
-class _Kept(threading.local):
-    trace: Any = None
+def key_impl(aval: Any) -> Any:
+    """What ``jax.random.key_impl`` returns for keys of this type."""
+    return _of_keys(aval.dtype)[1]
 
 
-_kept = _Kept()
-_keeping = 0
-_keeping_lock = threading.Lock()
-_inline_or_not = _staging_rules[_JIT]
+def key_data_shape(aval: Any) -> tuple[int, ...]:
+    """The shape of what ``jax.random.key_data`` returns for keys of this type."""
+    return (*aval.shape, *_of_keys(aval.dtype)[0])
 
 
-def _stage_jit(trace: Any, source_info: Any, *args: Any, **params: Any) -> Any:
-    if trace is not _kept.trace or params["compiler_options_kvs"] or not is_inlined(params):
-        return _inline_or_not(trace, source_info, *args, **params)
-    return trace.default_process_primitive(_JIT, args, params, source_info=source_info)
-
-
-def is_inlined(params: dict[str, Any]) -> bool:
-    """True for the parameters of a ``jit`` that tracing puts its operations in the place of."""
-    # An enum from jax 0.11 on.
-    inline = getattr(params["inline"], "name", params["inline"]) in (True, "JAX_EARLY")
-    plain = all(x is None or type(x).__name__ == "UnspecifiedValue" for name in _PER_ARGUMENT for x in params[name])
-    return inline and plain
-
-
-@contextlib.contextmanager
-def keep_inlined_jits() -> Generator[None, None, None]:
-    """Leave every ``jit`` of what is being traced an equation, also those of ``jax.numpy`` that tracing opens.
-
-    Eager execution compiles each as one program, within which the compiler knows literals and fuses operations. Only
-    the trace in force is concerned: what nested functions are traced to is cached by JAX for others. Functions with
-    derivatives of their own are called in place, and so belong to it.
-    """
-    global _keeping, _inline_or_not
-    with _keeping_lock:
-        if not _keeping:
-            _inline_or_not = _staging_rules[_JIT]
-            _staging_rules[_JIT] = _stage_jit
-        _keeping += 1
-    outer, trace = _kept.trace, _core.trace_ctx.trace
-    in_place, trace.requires_low = trace.requires_low, True
-    _kept.trace = trace
-    try:
-        yield
-    finally:
-        trace.requires_low = in_place
-        _kept.trace = outer
-        with _keeping_lock:
-            _keeping -= 1
-            if not _keeping:
-                _staging_rules[_JIT] = _inline_or_not
+def clear_with_jax(cache: Any) -> None:
+    """Lets ``jax.clear_caches()`` clear a cache, by its method ``cache_clear``."""
+    _util.register_cache(cache, "namedshard")
 
 
 def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:

@@ -1,9 +1,7 @@
 """Initialise a model with every leaf born in its shards, compiling what is distinct once: `init`."""
 
-import collections
 import dataclasses
 import math
-import threading
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, overload
@@ -13,10 +11,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
+from namedshard._cache import BoundedCache
 from namedshard._errors import NoMeshError, message
-from namedshard._init.programs import ProgramReport
-from namedshard._init.run import Recipe, Run, make_recipe
-from namedshard._init.trace import NotHashable, Request, mesh_of, plan_outputs, surroundings, trace
+from namedshard._init.run import (
+    ProgramReport,
+    Recipe,
+    Run,
+    compile_programs,
+    finish,
+    make_recipe,
+    move,
+    submit,
+    temporary_bytes,
+)
+from namedshard._init.trace import NotHashable, Request, mesh_of, plan_outputs, trace, trace_context
 from namedshard._place.shard import check_memory_kind, shard
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
@@ -54,44 +62,30 @@ class InitReport:
     total_seconds: float = 0.0
 
 
-class _Recipes:
-    """Recently used recipes, which hold their programs."""
-
-    def __init__(self, size: int):
-        self._size = size
-        self._entries: collections.OrderedDict[Hashable, Recipe] = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> Recipe | None:
-        with self._lock:
-            found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
-
-    def put(self, key: Hashable, recipe: Recipe) -> None:
-        with self._lock:
-            self._entries[key] = recipe
-            while len(self._entries) > self._size:
-                self._entries.popitem(last=False)
+_recipes: BoundedCache[Recipe] = BoundedCache(16)
+compat.clear_with_jax(_recipes)
 
 
-_recipes = _Recipes(16)
+def _recipe_for(request: Request, *where: Any) -> tuple[Recipe, bool]:
+    """The recipe of a call, and whether it is new.
 
+    A recipe holds what the function closes over, so it is forgotten with the function.
+    """
+    held: list[Hashable] = []
 
-def _recipe_for(
-    request: Request, mapping: AxisMapping | None, mesh: Mesh | None, memory_kind: str | None, exact: bool
-) -> tuple[Recipe, bool]:
+    def forget(_: Any) -> None:
+        for key in held:
+            _recipes.remove(key)
+
     try:
-        key = request.key(), mapping, mesh, memory_kind, exact, surroundings()
+        key = request.key(forget), where, trace_context()
     except NotHashable:
-        return make_recipe(request, mapping, mesh, memory_kind, exact), True
+        return make_recipe(request, *where), True
     recipe = _recipes.get(key)
     if recipe is not None:
         return recipe, False
-    recipe = make_recipe(request, mapping, mesh, memory_kind, exact)
-    _recipes.put(key, recipe)
-    return recipe, True
+    held.append(key)
+    return _recipes.put(key, make_recipe(request, *where)), True
 
 
 @overload
@@ -186,17 +180,8 @@ def init(
     """
     started = time.perf_counter()
     request = Request.of(fn, args, kwargs)
-    found = resolve_mapping(mapping)
-    where = resolve_mesh(mesh) or mesh_of(request)
-    if where is None and (found is not None or memory_kind is not None):
-        have = "an axis mapping" if found is not None else "a memory kind"
-        raise NoMeshError(
-            message(
-                f"init: there is {have}, but no mesh was given and none is in force" + thread_hint(),
-                fix="pass mesh=, or enter jax.set_mesh",
-            )
-        )
-    if request.traced or not compat.nothing_traced():
+    found, where = _mapping_and_mesh("init", request, mapping, mesh, memory_kind)
+    if request.traced or not compat.nothing_traced() or jax.config.jax_disable_jit:
         tree = _traced(request, found, where, memory_kind)
         return (tree, _measured(tree, started)) if report else tree
     request.check()
@@ -206,22 +191,46 @@ def init(
     if request.abstract or isinstance(where, AbstractMesh):
         tree = _described(request, found, where, memory_kind)
         return (tree, _measured(tree, started)) if report else tree
-    recipe, new = _recipe_for(request, found, where, memory_kind, exact)
+    if exact:
+        tree = _eager(request, found, where, memory_kind)
+        measured = _measured(tree, started)
+        return (tree, dataclasses.replace(measured, local=measured.leaves)) if report else tree
+    recipe, new = _recipe_for(request, found, where, memory_kind)
     traced_at = time.perf_counter()
-    run = Run(recipe, request.arrays)
-    tree = jax.tree_util.tree_unflatten(recipe.traced.treedef, run.run())
+    compilations = compile_programs(recipe)
+    fresh = {key for key, compilation in compilations.items() if not compilation.done()}
+    run = Run(recipe, recipe.inputs_of(request.arrays))
+    waited = time.perf_counter()
+    programs = finish(compilations)
+    compile_seconds = time.perf_counter() - waited
+    tree = jax.tree_util.tree_unflatten(recipe.traced.treedef, run.leaves(programs))
     if not report:
         return tree
-    fresh = recipe.fresh if new else frozenset[int]()
     return tree, dataclasses.replace(
         _measured(tree, started),
-        programs=recipe.reports(fresh),
-        calls=sum(len(step.calls) for step in recipe.steps),
-        local=recipe.local_leaves,
-        peak_temporary_bytes=recipe.peak_temporary_bytes,
+        programs=run.reports(compilations, fresh),
+        calls=len(recipe.steps),
+        peak_temporary_bytes=max(map(temporary_bytes, programs.values()), default=0),
         trace_seconds=traced_at - started if new else 0.0,
-        compile_seconds=run.compile_seconds,
+        compile_seconds=compile_seconds + run.keys_seconds,
     )
+
+
+def _mapping_and_mesh(
+    what: str, request: Request, mapping: MappingLike | None, mesh: MeshLike | None, memory_kind: str | None
+) -> tuple[AxisMapping | None, MeshLike | None]:
+    """The mapping given or in context, and the mesh given, in context, or of the arguments."""
+    found = resolve_mapping(mapping)
+    where = resolve_mesh(mesh) or mesh_of(request)
+    if where is None and (found is not None or memory_kind is not None):
+        have = "an axis mapping" if found is not None else "a memory kind"
+        raise NoMeshError(
+            message(
+                f"{what}: there is {have}, but no mesh was given and none is in force" + thread_hint(),
+                fix="pass mesh=, or enter jax.set_mesh",
+            )
+        )
+    return found, where
 
 
 def _traced(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
@@ -242,6 +251,23 @@ def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | N
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)
 
 
+def _eager(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
+    """Runs the function eagerly, then moves its results one by one, each released once it is sharded."""
+    to = plan_outputs(trace(request), request, mapping, mesh, memory_kind)
+    leaves, treedef = jax.tree_util.tree_flatten(request.run(request.arrays))
+    inputs = {id(x) for x in request.arrays}
+    moved: dict[Any, Any] = {}
+    for i, x in enumerate(leaves):
+        passed = id(x) in inputs or not isinstance(x, jax.Array)
+        want = to.kinds[i] if passed and not to.planned[i] else to.places[i]
+        key = id(x), want
+        if key not in moved:
+            # The original stays referenced as long as another leaf may be the same array.
+            moved[key] = x, (x if want is None else move({0: (x, want)}, [to.paths[i]])[0])
+        leaves[i] = moved[key][1]
+    return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
 def _measured(tree: PyTree, started: float) -> InitReport:
     leaves = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     whole = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
@@ -252,3 +278,106 @@ def _measured(tree: PyTree, started: float) -> InitReport:
             size = size * math.prod(sharding.shard_shape(x.shape)) // math.prod(x.shape)
         on_device += size
     return InitReport(len(leaves), sum(whole), on_device, total_seconds=time.perf_counter() - started)
+
+
+# --- compiled ahead of time -------------------------------------------------------------------------------------------
+
+
+class CompiledInit:
+    """A compiled `init`, called with arguments of the types that it was lowered for.
+
+    Attributes:
+        programs: The distinct programs, without those that derive keys.
+    """
+
+    def __init__(self, request: Request, recipe: Recipe, programs: dict[Hashable, jax.stages.Compiled]):
+        self.programs: tuple[jax.stages.Compiled, ...] = tuple(programs.values())
+        self._fn = request.function
+        self._types = request.types()
+        self._recipe = recipe
+        self._by_key = programs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        """Creates the result, as `init` does.
+
+        Raises:
+            TypeError: The arguments have another structure or other types than those it was lowered for.
+            DeletedArrayError: An argument was donated or deleted.
+        """
+        request = Request.of(self._fn, args, kwargs)
+        types = request.types()
+        if types != self._types:
+            wanted = [f"{path}: {types.get(path, 'missing')}, not {t}" for path, t in self._types.items()]
+            changed = [
+                line for line, path in zip(wanted, self._types, strict=True) if types.get(path) != self._types[path]
+            ]
+            changed += [f"{path}: {t}, not expected" for path, t in types.items() if path not in self._types]
+            fix = "pass arguments of the same types, or lower again"
+            raise TypeError(message("init: the arguments differ from those it was lowered for", changed, fix=fix))
+        request.check()
+        refuse_compiled("init", request.arrays, self._recipe.mesh)
+        run = Run(self._recipe, self._recipe.inputs_of(request.arrays))
+        return jax.tree_util.tree_unflatten(self._recipe.traced.treedef, run.leaves(self._by_key))
+
+
+class LoweredInit:
+    """A lowered `init`; `compile` compiles its distinct programs side by side."""
+
+    def __init__(self, request: Request, recipe: Recipe):
+        self._request = request
+        self._recipe = recipe
+        self._lowered = {key: recipe.lower(step) for key, step in recipe.distinct().items()}
+
+    def compile(self) -> CompiledInit:
+        """Compiles the programs, for the mesh's devices, whether or not they're attached."""
+        return CompiledInit(self._request, self._recipe, finish(submit(self._lowered)))
+
+
+def lower_init(
+    fn: Callable[..., PyTree],
+    *args: Any,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    memory_kind: str | None = None,
+    **kwargs: Any,
+) -> LoweredInit:
+    """Lowers `init` of a function, as ``jax.jit(fn).lower(*args)`` does, without computing anything.
+
+    Args:
+        fn: Any function that returns a tree.
+        *args: Its arguments; arrays may be ``jax.ShapeDtypeStruct``s.
+        mapping: Named axis → mesh axes; defaults to the one in context (`axis_mapping`).
+        mesh: A ``jax.sharding.Mesh``, whose devices needn't be attached; defaults to the one in context, else that of
+            the arguments.
+        memory_kind: As for `init`.
+        **kwargs: Keyword arguments of ``fn``.
+
+    Returns:
+        An object whose ``compile()`` returns the compiled init: ``programs`` holds its ``jax.stages.Compiled``, and it
+        is called with arguments of the same types.
+
+    Raises:
+        NoMeshError: There is a mapping or a ``memory_kind`` but no mesh, or the mesh is an ``AbstractMesh``.
+        PlanError: A leaf can't be sharded by the mapping; see `init`.
+        MemoryKindError: The mesh's devices don't offer the memory kind.
+
+    Examples:
+        >>> import haliax as hax, jax, namedshard as ns
+        >>> Vocab, Embed = hax.Axis("vocab", 64), hax.Axis("embed", 32)
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+        >>> key = jax.ShapeDtypeStruct((2,), "uint32")
+        >>> lowered = ns.lower_init(hax.random.normal, key, (Vocab, Embed), mapping={"embed": "data"}, mesh=mesh)
+        >>> compiled = lowered.compile()
+        >>> len(compiled.programs)
+        1
+        >>> compiled(jax.random.PRNGKey(0), (Vocab, Embed)).array.shape
+        (64, 32)
+    """
+    request = Request.of(fn, args, kwargs)
+    found, where = _mapping_and_mesh("lower_init", request, mapping, mesh, memory_kind)
+    if isinstance(where, AbstractMesh):
+        fix = "pass a jax.sharding.Mesh; init itself plans for an AbstractMesh"
+        raise NoMeshError(message("lower_init: an AbstractMesh has no devices to compile for", fix=fix))
+    if where is not None and memory_kind is not None:
+        check_memory_kind(where, memory_kind)
+    return LoweredInit(request, make_recipe(request, found, where, memory_kind))

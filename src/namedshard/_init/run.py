@@ -1,370 +1,448 @@
-"""EFFECTS. From a traced initialiser to a recipe that is followed again for other keys, and following it."""
+"""EFFECTS. Compiles an initializer's distinct programs side by side, runs them, and reports what was done."""
 
 import collections
+import concurrent.futures
 import dataclasses
+import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import Literal
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from namedshard import _jaxcompat as compat
-from namedshard._init.jaxpr import Constant, Graph, Ref, flatten
-from namedshard._init.programs import (
-    Program,
-    ProgramReport,
-    eager_op,
-    program_for,
-    run_tape,
-    tape_program,
-    typed,
-    wait_for,
+from namedshard._cache import BoundedCache
+from namedshard._init.keys import KeySchedule, schedule
+from namedshard._init.tails import (
+    Graph,
+    Op,
+    Ref,
+    Tail,
+    flatten,
+    is_manual,
+    placed_by,
+    split,
+    tail_of,
 )
-from namedshard._init.split import Call, Terms, batches, nbytes, shard_bytes, split
-from namedshard._init.tape import Recording, Tape, host_value, key_impl, word_count
-from namedshard._init.trace import Place, Request, Traced, Wanted, plan_outputs, trace
+from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, trace
 from namedshard._place.moves import change_memory
 from namedshard._place.shard import place_leaves
 from namedshard._plan.mapping import AxisMapping
+from namedshard._plan.mesh import MeshLike
 
-_MOST_HERE = 1 << 20
-"""Bytes that wait on one device to be distributed together."""
+_QUIET_SECONDS = 1.0
+_SHORT_ROW = 16
+"""CPUs compute rows with fewer elements by other instructions, which round approximated functions otherwise."""
+_SMALL_BYTES = 1 << 20
+"""Bytes of results that a program may compute whole on each device to avoid short rows."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Step:
-    """A call, or some equal ones, with what running it needs.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """One distinct program of an `init`.
 
-    ``index`` has the places of the words, one row for each call; ``release`` the values not needed afterwards.
-    ``program`` runs it whole, ``ops`` one operation after the other.
+    Attributes:
+        name: Its first ``jit``, such as that of ``jax.random.normal``, or else its last operation. ``init_keys`` stands
+            for all the small loops that derive keys.
+        calls: How many times it ran.
+        compile_seconds: Time that its compilation took; 0 if an earlier call had compiled it.
+        bytes_per_device: Bytes of one run's results on each device.
+        temporary_bytes: Bytes that one run allocates on each device beside its inputs and results.
+        inexact: Its last bits can depend on the mesh, since it combines floating elements (a sum, a matrix product, a
+            decomposition) of sharded arrays.
     """
 
-    calls: tuple[Call, ...]
-    index: np.ndarray
-    program: Program | None
-    ops: tuple[Callable[..., list[Any]], ...]
-    release: tuple[int, ...] = ()
+    name: str
+    calls: int
+    compile_seconds: float
+    bytes_per_device: int
+    temporary_bytes: int
+    inexact: bool
 
-    @property
-    def call(self) -> Call:
-        """The first, which stands for all that are equal."""
-        return self.calls[0]
 
-    @property
-    def outputs(self) -> list[int]:
-        """All values it makes."""
-        return [v for call in self.calls for v in call.outputs]
+Compilation: TypeAlias = "concurrent.futures.Future[tuple[Any, float]]"
+"""An executable and the seconds that it took to compile, once that's done."""
+
+_compilations: BoundedCache[Compilation] = BoundedCache(1024)
+compat.clear_with_jax(_compilations)
+# The compiler releases the interpreter lock, and is only partly parallel by itself.
+_pool = concurrent.futures.ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 1)), "namedshard-compile")
+
+
+def _compile(lowered: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - start
+
+
+def wait_for(compilations: Collection[Compilation]) -> None:
+    """Waits until all are compiled; on a terminal, shows progress if that takes long."""
+    pending = {c for c in compilations if not c.done()}
+    if pending and (console := Console(stderr=True)).is_terminal:
+        _, pending = concurrent.futures.wait(pending, _QUIET_SECONDS)
+        if pending:
+            columns = (TextColumn("init: compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            with Progress(*columns, console=console, transient=True) as progress:
+                task = progress.add_task("", total=len(compilations))
+                while pending:
+                    progress.update(task, completed=len(compilations) - len(pending))
+                    _, pending = concurrent.futures.wait(pending, 0.1)
+    for compilation in compilations:
+        compilation.result()
+
+
+# --- one program ------------------------------------------------------------------------------------------------------
+
+
+def _run_op(op: Op, values: Sequence[Any], mesh: MeshLike | None) -> list[Any]:
+    """Runs one operation under the options that it was traced under, but without the shardings of the trace."""
+    params = op.eqn.params
+    if is_manual(op.eqn):
+        if isinstance(mesh, Mesh) and not isinstance(params["mesh"], Mesh):
+            params = params | {"mesh": compat.twin(mesh, AxisType.Auto)}
+    else:
+        params = _without_shardings(params)
+    return compat.run_equation(op.eqn, values, params)
+
+
+def _without_shardings(value: Any) -> Any:
+    """Parameters without the shardings and memory spaces of the trace: the plan alone decides where results go."""
+    if isinstance(value, dict):
+        return {k: None if k in ("out_sharding", "sharding") else _without_shardings(v) for k, v in value.items()}
+    if isinstance(value, tuple | list) and any(True for _ in compat.inner_jaxprs(value)):
+        return type(value)(map(_without_shardings, value))
+    if not isinstance(value, compat.ClosedJaxpr) or not placed_by(value.jaxpr):
+        return value
+    graph = flatten(value)
+
+    def run(*inputs: Any) -> list[Any]:
+        values: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True)) | graph.consts
+        _run_ops(graph.ops, values, None)
+        return [ref.val if isinstance(ref, Literal) else values[ref] for ref in graph.outputs]
+
+    avals = (v.aval for v in value.jaxpr.invars)
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+
+
+def _function_of(tail: Tail, graph: Graph, small: Container[int], mesh: MeshLike | None) -> Callable[..., Any]:
+    """The function to compile, from inputs to results; keys that are small values come as their data."""
+
+    def program(*inputs: Any) -> tuple[Any, ...]:
+        values: dict[int, Any] = {}
+        for n, (x, ref) in enumerate(zip(inputs, tail.inputs, strict=True)):
+            aval = graph.aval(ref)
+            is_data = compat.is_key_array(aval) and ref in small
+            values[-1 - n] = jax.random.wrap_key_data(x, impl=compat.key_impl(aval)) if is_data else x
+        _run_ops(tail.ops, values, mesh)
+        return tuple(_typed(values[v], graph.avals[v]) for v in tail.results)
+
+    program.__name__ = program.__qualname__ = tail.name
+    return program
+
+
+def _run_ops(ops: Sequence[Op], values: dict[int, Any], mesh: MeshLike | None) -> None:
+    for op in ops:
+        inputs = [ref.val if isinstance(ref, Literal) else values[ref] for ref in op.inputs]
+        values.update(zip(op.outputs, _run_op(op, inputs, mesh), strict=True))
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """The array with the weak type that tracing found."""
+    if not getattr(aval, "weak_type", False):
+        return x
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=aval.dtype, weak_type=True, sharding=None)
+
+
+def _has_short_rows(aval: Any, want: Any) -> bool:
+    """Whether a sharding cuts an array into short rows on CPUs, which compute those by other instructions."""
+    if not isinstance(want, NamedSharding) or not isinstance(want.mesh, Mesh):
+        return False
+    shard = want.shard_shape(aval.shape)
+    cut = any(part < size and part < _SHORT_ROW for part, size in zip(shard, aval.shape, strict=True))
+    return want.mesh.devices.flat[0].platform == "cpu" and (cut or (shard != aval.shape and shard[-1] < _SHORT_ROW))
+
+
+def _is_split(sharding: Any, aval: Any) -> bool:
+    return sharding is not None and sharding.shard_shape(aval.shape) != aval.shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A program, with how its results are sharded and where its arrays are.
+
+    ``inexact``: its results can depend on the mesh. ``key`` is equal for steps that run the same executable.
+    """
+
+    tail: Tail
+    shardings: tuple[NamedSharding | None, ...]
+    placements: tuple[Any, ...]
+    key: Hashable
+    inexact: bool
+
+    def bytes_per_device(self, graph: Graph) -> int:
+        """Bytes of its results on each device."""
+        avals = [graph.avals[v] for v in self.tail.results]
+        shapes = [s.shard_shape(a.shape) if s else a.shape for a, s in zip(avals, self.shardings, strict=True)]
+        return sum(math.prod(shape) * a.dtype.itemsize for shape, a in zip(shapes, avals, strict=True))
+
+
+# --- a whole initializer ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Recipe:
-    """All that is known about an initialiser before the values of its arguments are.
+    """All that is known of a call before the values of its arguments are.
 
     Attributes:
-        refs: For each output leaf the value that it is, or None for those that tracing left alone.
-        places: The shardings in which programs deliver their results.
-        elsewhere: Where outputs are wanted that programs deliver to another place.
-        to_mesh: Inputs that have to move to the mesh first.
-        fresh: Identities of the programs that making this recipe compiled.
+        refs: For each output leaf its value, or None for those that aren't traced.
+        mesh: The mesh of the results, if there is one.
+        moves: Inputs that are on devices other than the mesh's, and move to it first.
+        wants: Where each computed value goes, once for each leaf that it is.
     """
 
     graph: Graph
     traced: Traced
-    wanted: Wanted
+    destinations: Destinations
+    mesh: MeshLike | None
     refs: list[Ref | None]
-    places: dict[int, NamedSharding | None]
-    elsewhere: dict[int, list[NamedSharding | str]]
-    to_mesh: dict[int, NamedSharding]
-    tape: Recording
-    tape_places: dict[int, int]
-    tape_program: Program | None
-    steps: list[_Step]
-    fresh: frozenset[int]
+    keys: KeySchedule
+    steps: list[Step]
+    moves: dict[int, NamedSharding]
+    wants: Mapping[int, list[Destination]]
 
-    @property
-    def programs(self) -> list[Program]:
-        """The distinct programs."""
-        found = [s.program for s in self.steps if s.program is not None]
-        return list(dict.fromkeys([*([] if self.tape_program is None else [self.tape_program]), *found]))
+    def lower(self, step: Step) -> Any:
+        """Lowers a step's program."""
+        structs: list[jax.ShapeDtypeStruct] = []
+        for ref, placement in zip(step.tail.inputs, step.placements, strict=True):
+            aval = self.graph.aval(ref)
+            if compat.is_key_array(aval) and ref in self.keys.values:
+                aval = jax.ShapeDtypeStruct(compat.key_data_shape(aval), np.uint32)
+            structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placement))
+        manual_mesh = self.traced.mesh if isinstance(self.traced.mesh, Mesh) else self.mesh
+        with compat.no_context_mesh():
+            function = _function_of(step.tail, self.graph, self.keys.values, manual_mesh)
+            return jax.jit(function, out_shardings=step.shardings).lower(*structs)
 
-    @property
-    def local_leaves(self) -> int:
-        """Outputs made whole on one device."""
-        return sum(len(step.outputs) for step in self.steps if step.program is None)
+    def inputs_of(self, arrays: Sequence[Any]) -> dict[int, Any]:
+        """The values that a run starts from."""
+        return dict(zip(self.graph.inputs, arrays, strict=True)) | self.graph.consts
 
-    @property
-    def peak_temporary_bytes(self) -> int:
-        """The most that one program holds on each device beside its inputs and results."""
-        return max((p.temporary_bytes for p in self.programs), default=0)
-
-    def reports(self, fresh: frozenset[int]) -> tuple[ProgramReport, ...]:
-        """One report per distinct program; ``fresh`` are those that were compiled for this call."""
-        calls = collections.Counter(s.program for s in self.steps for _ in s.calls)
-        first = {s.program: s.call for s in reversed(self.steps)}
-        out: list[ProgramReport] = []
-        for program in self.programs:
-            call = first.get(program)
-            size = 0 if call is None else call.shard_bytes(self.graph)
-            out.append(
-                ProgramReport(
-                    program.name,
-                    calls.get(program, 1),
-                    program.seconds if id(program) in fresh else 0.0,
-                    size,
-                    program.temporary_bytes,
-                    call is not None and call.inexact,
-                )
-            )
-        return tuple(out)
-
-
-# --- making one -------------------------------------------------------------------------------------------------------
-
-
-def _word_index(call: Call, tape: Tape, graph: Graph) -> np.ndarray:
-    """Where a program's words are on the tape, the zero first."""
-    parts = [np.array([Tape.ZERO])]
-    for ref in call.words:
-        place = tape.place(ref)
-        parts.append(np.arange(place, place + word_count(ref.aval if isinstance(ref, Constant) else graph.avals[ref])))
-    return np.concatenate(parts)
-
-
-def _schedule_releases(steps: Sequence[_Step], kept: set[int]) -> None:
-    """Let go of values between programs as soon as the last that needs them has run."""
-    seen = set(kept)
-    for step in reversed(steps):
-        last = {v for v in (*step.call.arrays, *step.outputs) if v not in seen}
-        seen |= last
-        step.release = tuple(last)
-
-
-def _foreign(x: Any, mesh: Mesh | None) -> bool:
-    return (
-        mesh is not None
-        and isinstance(x, jax.Array)
-        and x.committed
-        and compat.device_order(x.sharding) != tuple(mesh.devices.flat)
-    )
+    def distinct(self) -> dict[Hashable, Step]:
+        """One step for each distinct program."""
+        found: dict[Hashable, Step] = {}
+        for step in self.steps:
+            found.setdefault(step.key, step)
+        return found
 
 
 def make_recipe(
-    request: Request, mapping: AxisMapping | None, mesh: Mesh | None, memory_kind: str | None, exact: bool
+    request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
 ) -> Recipe:
-    """Trace a call, cut it up, and start the compilations."""
+    """Traces a call and splits it into programs."""
     traced = trace(request)
-    wanted = plan_outputs(traced, request, mapping, mesh, memory_kind)
-    over = traced.mesh if isinstance(traced.mesh, Mesh) else None
-    graph = flatten(traced.closed, keep_jits=exact, mesh=over)
-    refs = [None if slot is None else graph.outputs[slot] for slot in traced.slots]
-    given: dict[int, Any] = dict(zip(graph.inputs, request.arrays, strict=True)) | graph.consts
-    born: dict[int, NamedSharding | None] = {}
-    elsewhere: dict[int, list[NamedSharding | str]] = {}
-    kept = set(given)
-    for ref, want in zip(refs, wanted.places, strict=True):
-        if isinstance(ref, int) and ref not in given:
-            # Programs deliver to the devices' own memory; another kind is one more move.
-            born.setdefault(ref, NamedSharding(want.mesh, want.spec) if isinstance(want, NamedSharding) else None)
-            if want == born[ref]:
-                kept.add(ref)
-            elif want is not None:
-                elsewhere.setdefault(ref, []).append(want)
-    tape, calls = split(
-        graph,
-        [v for v in graph.inputs if given[v].is_fully_addressable or given[v].is_fully_replicated],
-        born,
-        Terms(
-            mesh,
-            exact,
-            on_cpu=(jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu",
-            can_gather=jax.process_count() == 1,
-            largest_shard=max((shard_bytes(graph.avals[v], s) for v, s in born.items()), default=0),
-        ),
-    )
-    placements: dict[int, Any] = {}
-    to_mesh: dict[int, NamedSharding] = {}
-    for value, x in given.items():
-        placements[value] = x.sharding if isinstance(x, jax.Array) and x.committed else None
-    places: dict[int, NamedSharding | None] = {}
-    steps: list[_Step] = []
-    fresh: set[int] = set()
-    for batch in batches(calls, graph, elsewhere):
-        call = batch[0]
-        index = np.stack([_word_index(c, tape, graph) for c in batch])
-        for each in batch:
-            for value, sharding in zip(each.outputs, each.shardings, strict=True):
-                places[value] = placements[value] = sharding
-        if call.local:
-            steps.append(_Step(batch, index, None, tuple(eager_op(op) for op in call.ops)))
-            continue
-        for value in call.arrays:
-            if value in given and mesh is not None and _foreign(given[value], mesh):
-                placements[value] = to_mesh[value] = NamedSharding(mesh, PartitionSpec())
-        program, new = program_for(call, len(batch), graph.avals, [placements[v] for v in call.arrays])
-        fresh |= {id(program)} if new else set()
-        steps.append(_Step(batch, index, program, ()))
-    recording = tape.finish()
-    keys = tape_program(recording)
-    fresh |= {id(keys[0])} if keys is not None and keys[1] else set()
-    _schedule_releases(steps, kept)
-    return Recipe(
-        graph,
-        traced,
-        wanted,
-        refs,
-        places,
-        elsewhere,
-        to_mesh,
-        recording,
-        tape.places,
-        None if keys is None else keys[0],
-        steps,
-        frozenset(fresh),
-    )
+    destinations = plan_outputs(traced, request, mapping, mesh, memory_kind)
+    graph = flatten(traced.closed)
+    refs: list[Ref | None] = [None if slot is None else graph.outputs[slot] for slot in traced.slots]
+    inputs: dict[int, Any] = dict(zip(graph.inputs, request.arrays, strict=True)) | graph.consts
+    keys = schedule(graph, [v for v, x in inputs.items() if _is_readable(x)])
+    wants: dict[int, list[Destination]] = collections.defaultdict(list)
+    for ref, place in zip(refs, destinations.places, strict=True):
+        if isinstance(ref, int) and ref not in inputs:
+            wants[ref].append(place)
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    moves = {v: everywhere for v, x in inputs.items() if everywhere is not None and _is_foreign(x, everywhere.mesh)}
+    placements: dict[int, Any] = {
+        v: _auto(moves.get(v) or _committed_sharding(x)) for v, x in inputs.items() if v not in keys.values
+    }
+    steps: list[Step] = []
+    settings = _settings()
+    for ops, results in split(graph, keys.values, [*wants]):
+        tail = tail_of(graph, keys.values, ops, results)
+        targets = [wants[v][0] if v in wants else everywhere for v in results]
+        avals = [graph.avals[v] for v in results]
+        # Functions that compilers approximate must come out the same on every mesh.
+        short = tail.approximates and any(map(_has_short_rows, avals, targets))
+        whole = short and sum(a.size * a.dtype.itemsize for a in avals) <= _SMALL_BYTES
+        manual = any(is_manual(op.eqn) for op in ops)
+        # Programs return results in the devices' own memory, from where they are moved if need be.
+        shardings = tuple(
+            NamedSharding(want.mesh, PartitionSpec() if whole and _is_split(want, aval) else want.spec)
+            if isinstance(want, NamedSharding) and not manual
+            else None
+            for want, aval in zip(targets, avals, strict=True)
+        )
+        at = tuple(placements.get(ref) if isinstance(ref, int) else None for ref in tail.inputs)
+        placements.update(zip(results, map(_auto, shardings), strict=True))
+        sharded = manual or any(_is_split(s, a) for s, a in zip(shardings, avals, strict=True))
+        sharded = sharded or any(_is_split(s, graph.aval(ref)) for s, ref in zip(at, tail.inputs, strict=True))
+        inexact = sharded and (tail.reduces or (short and not whole))
+        steps.append(Step(tail, shardings, at, (tail.key, shardings, at, settings), inexact))
+    return Recipe(graph, traced, destinations, mesh, refs, keys, steps, moves, wants)
 
 
-# --- following it -----------------------------------------------------------------------------------------------------
+def _settings() -> Hashable:
+    with compat.no_context_mesh():
+        return compat.trace_key()
+
+
+def _is_readable(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def _committed_sharding(x: Any) -> Any:
+    return x.sharding if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)) else None
+
+
+def _is_foreign(x: Any, mesh: MeshLike) -> bool:
+    if not (isinstance(mesh, Mesh) and isinstance(x, jax.Array) and x.committed):
+        return False
+    return compat.device_order(x.sharding) != tuple(mesh.devices.flat)
+
+
+def _auto(sharding: Any) -> Any:
+    """The sharding over Auto axes: Explicit ones would be part of the type of all that is computed from an array."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        mesh = compat.twin(sharding.mesh, AxisType.Auto)
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
+def submit(lowered: Mapping[Hashable, Any]) -> dict[Hashable, Compilation]:
+    """Starts compilations."""
+    return {key: _pool.submit(_compile, one) for key, one in lowered.items()}
+
+
+def compile_programs(recipe: Recipe) -> dict[Hashable, Compilation]:
+    """Starts the compilation of each distinct program that isn't compiled yet."""
+    found: dict[Hashable, Compilation] = {}
+    for key, step in recipe.distinct().items():
+        compilation = _compilations.get(key)
+        found[key] = compilation or _compilations.put(key, submit({key: recipe.lower(step)})[key])
+    return found
+
+
+def finish(compilations: Mapping[Hashable, Compilation]) -> dict[Hashable, Any]:
+    """The executables, once they're compiled. Those that fail are forgotten, so that another call tries again."""
+    try:
+        wait_for(compilations.values())
+    except BaseException:
+        for key, compilation in compilations.items():
+            if compilation.done() and compilation.exception() is not None:
+                _compilations.remove(key)
+        raise
+    return {key: compilation.result()[0] for key, compilation in compilations.items()}
 
 
 class Run:
-    """One execution of a recipe.
+    """One execution of a recipe. Keys are computed at once, while programs may still be compiling."""
 
-    ``values`` are in place; ``here`` are those that were made whole on one device, until they are distributed.
-    """
-
-    def __init__(self, recipe: Recipe, arguments: Sequence[Any]):
-        self._recipe = recipe
-        self._values: dict[int, Any] = dict(zip(recipe.graph.inputs, arguments, strict=True)) | recipe.graph.consts
-        self._given = set(self._values)
-        self._arguments = dict(self._values)
-        self._here: dict[int, Any] = {}
-        self._moved: dict[Any, Any] = {}
-        self.compile_seconds = 0.0
-
-    def run(self) -> list[Any]:
-        """The output leaves."""
-        recipe = self._recipe
+    def __init__(self, recipe: Recipe, inputs: dict[int, Any]):
         started = time.perf_counter()
-        wait_for(recipe.programs)
-        self.compile_seconds = time.perf_counter() - started
-        if recipe.to_mesh:
-            self._values.update(_move({v: (self._values[v], s) for v, s in recipe.to_mesh.items()}))
-        self._words = run_tape(recipe.tape, recipe.tape_program, self._arguments)
+        with compat.count_compiles() as compiles:
+            self._small = recipe.keys.run(inputs)
+        self.keys_seconds = time.perf_counter() - started if compiles[0] else 0.0
+        self._recipe = recipe
+        self._inputs = inputs
+        self._values = dict(inputs)
+        self._moved: dict[Any, Any] = {}
+
+    def leaves(self, programs: Mapping[Hashable, Callable[..., Any]]) -> list[Any]:
+        """Runs the programs and returns the output leaves."""
+        recipe, small = self._recipe, self._small
+        self._values.update(move({v: (self._inputs[v], s) for v, s in recipe.moves.items()}))
         for step in recipe.steps:
-            if step.program is None:
-                self._run_local(step)
-            else:
-                self._distribute(step.call.arrays)
-                index = step.index if len(step.calls) > 1 else step.index[0]
-                made = step.program.compiled(self._words[index], *(self._values[v] for v in step.call.arrays))
-                self._values.update(zip(step.outputs, made, strict=True))
-            self._move_out(step.outputs)
-            for value in step.release:
-                self._values.pop(value, None)
-                self._here.pop(value, None)
+            inputs = [
+                self._values[ref] if isinstance(ref, int) and ref not in small else _value(small, ref)
+                for ref in step.tail.inputs
+            ]
+            self._values.update(zip(step.tail.results, programs[step.key](*inputs), strict=True))
+            self._move_out(step.tail.results)
         return self._deliver()
 
-    def _run_local(self, step: _Step) -> None:
-        call, avals = step.call, self._recipe.graph.avals
-        with compat.no_context_mesh():
-            at = 1
-            made: dict[Ref, Any] = {}
-            for ref in call.words:
-                aval = ref.aval if isinstance(ref, Constant) else avals[ref]
-                words = self._words[step.index[0, at : at + word_count(aval)]]
-                made[ref] = _small(words, aval)
-                at += len(words)
-            made |= {v: self._gathered(v) for v in call.arrays}
-            for op, run in zip(call.ops, step.ops, strict=True):
-                inputs = [made[ref] if isinstance(ref, int) else made.get(ref, ref.value) for ref in op.inputs]
-                made.update(zip(op.outputs, run(*inputs), strict=True))
-            for value in call.outputs:
-                self._here[value] = typed(made[value], avals[value])
-        if sum(nbytes(avals[v]) for v in self._here) > _MOST_HERE:
-            self._distribute(tuple(self._here))
-            self._here = {v: x for v, x in self._here.items() if v not in self._values}
-
-    def _gathered(self, value: int) -> Any:
-        """A value as eager execution would have it: what a program made in shards comes together on one device."""
-        if value in self._here:
-            return self._here[value]
-        x = self._values[value]
-        if value in self._given or len(x.sharding.device_set) == 1:
-            return x
-        if compat.is_key_array(x):
-            return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=key_impl(x.dtype))
-        return jnp.asarray(np.asarray(x))
-
-    def _distribute(self, values: Sequence[int]) -> None:
-        """Bring values that are here to where programs expect them."""
-        missing = [v for v in values if v not in self._values]
-        if missing:
-            wanted = {v: self._recipe.places[v] for v in missing}
-            self._values.update({v: self._here[v] for v in missing if wanted[v] is None})
-            self._values.update(_move({v: (self._here[v], s) for v, s in wanted.items() if s is not None}))
-
-    def _move_out(self, values: Sequence[int]) -> None:
-        """Move results that live in another memory there at once, so that they do not pile up on the devices."""
-        for value in values:
-            for want in self._recipe.elsewhere.get(value, ()):
-                x = self._here[value] if value in self._here else self._values[value]
-                self._moved[value, want] = _move({value: (x, want)})[value]
+    def _move_out(self, results: Sequence[int]) -> None:
+        """Moves results that are wanted elsewhere, such as in host memory, so that they don't accumulate here."""
+        for value in results:
+            wants = self._recipe.wants.get(value, ())
+            for want in wants:
+                if want is not None and self._values[value].sharding != want:
+                    self._moved[value, want] = move({value: (self._values[value], want)})[value]
+            if wants and all((value, want) in self._moved for want in wants) and not _is_shared(self._recipe, value):
+                del self._values[value]
 
     def _deliver(self) -> list[Any]:
-        """The output leaves, in one batch of moves for those that are not in place. Equal values stay one array."""
-        recipe, wanted = self._recipe, self._recipe.wanted
-        pending: dict[Any, tuple[Any, NamedSharding | str]] = {}
+        """The output leaves, with one batch of moves for those not in place. Tied leaves stay one array."""
+        recipe, to = self._recipe, self._recipe.destinations
+        pending: dict[Any, tuple[Any, Any]] = {}
         paths: list[str] = []
         keys: list[Any] = []
-        for i, (ref, want) in enumerate(zip(recipe.refs, wanted.places, strict=True)):
-            static = recipe.traced.statics[i] if ref is None else None
-            given = isinstance(ref, int) and ref in self._given
-            if (ref is None or given) and not wanted.planned[i]:
-                want = wanted.kinds[i]
-            key = (("static", id(static)) if ref is None else ref, want)
+        for i, (ref, want) in enumerate(zip(recipe.refs, to.places, strict=True)):
+            static = recipe.traced.statics[i]
+            passed = ref is None or (isinstance(ref, int) and ref in self._inputs)
+            if passed and not to.planned[i]:
+                want = to.kinds[i]
+            source = ("static", id(static)) if ref is None else ref if isinstance(ref, int) else ("literal", i)
+            key = source, want
             keys.append(key)
             if key in self._moved or key in pending:
                 continue
-            if ref is None:
-                x = static
-            else:
-                x = self._arguments[ref] if given and isinstance(ref, int) else self._output(ref, want)
-            if want is None or (isinstance(ref, int) and self._in_place(ref, want)):
+            x = static if ref is None else self._output(ref)
+            if want is None or (not passed and isinstance(x, jax.Array) and x.committed and x.sharding == want):
                 self._moved[key] = x
             else:
                 pending[key] = (x, want)
-                paths.append(wanted.paths[i])
-        self._moved |= _move(pending, paths)
+                paths.append(to.paths[i])
+        self._moved |= move(pending, paths)
         return [self._moved[key] for key in keys]
 
-    def _in_place(self, value: int, want: Place) -> bool:
-        return value in self._values and value in self._recipe.places and self._recipe.places[value] == want
-
-    def _output(self, ref: Ref, want: Place) -> Any:
-        avals = self._recipe.graph.avals
-        if isinstance(ref, Constant):
-            with compat.no_context_mesh():
-                return typed(jnp.asarray(ref.value, ref.aval.dtype), ref.aval)
-        if ref in self._here and not self._in_place(ref, want):
-            return self._here[ref]
-        if ref in self._values:
+    def _output(self, ref: Ref) -> Any:
+        if isinstance(ref, int) and ref in self._inputs:
+            return self._inputs[ref]
+        if isinstance(ref, int) and ref in self._values:
             return self._values[ref]
-        place = self._recipe.tape_places[ref]
-        x = _small(self._words[place : place + word_count(avals[ref])], avals[ref])
+        aval = self._recipe.graph.aval(ref)
         with compat.no_context_mesh():
-            return typed(jnp.asarray(x), avals[ref])
+            x = _value(self._small, ref)
+            if compat.is_key_array(aval):
+                return jax.random.wrap_key_data(jnp.asarray(x), impl=compat.key_impl(aval))
+            return _typed(jnp.asarray(x, aval.dtype), aval)
+
+    def reports(self, compilations: Mapping[Hashable, Compilation], fresh: set[Hashable]) -> tuple[ProgramReport, ...]:
+        """One report for each distinct program; ``fresh`` are the keys of those compiled for this call."""
+        recipe = self._recipe
+        calls = collections.Counter(step.key for step in recipe.steps)
+        loops = recipe.keys.loops
+        out = [ProgramReport("init_keys", loops, self.keys_seconds, 0, 0, False)] if loops else []
+        for key, step in recipe.distinct().items():
+            compiled, seconds = compilations[key].result()
+            seconds = seconds if key in fresh else 0.0
+            size = step.bytes_per_device(recipe.graph)
+            temporary = temporary_bytes(compiled)
+            out.append(ProgramReport(step.tail.name, calls[key], seconds, size, temporary, step.inexact))
+        return tuple(out)
 
 
-def _small(words: np.ndarray, aval: Any) -> Any:
-    if not compat.is_key_array(aval):
-        return host_value(words, aval)
-    return jax.random.wrap_key_data(jnp.asarray(words.reshape(*aval.shape, -1)), impl=key_impl(aval.dtype))
+def temporary_bytes(compiled: Any) -> int:
+    """Bytes that a program allocates on each device beside its inputs and results."""
+    analysis = compiled.memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
-def _move(work: Mapping[Any, tuple[Any, NamedSharding | str]], paths: Sequence[str] | None = None) -> dict[Any, Any]:
+def _is_shared(recipe: Recipe, value: int) -> bool:
+    return any(value in step.tail.inputs for step in recipe.steps)
+
+
+def _value(small: Mapping[int, np.ndarray], ref: Ref) -> np.ndarray:
+    return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else small[ref]
+
+
+def move(work: Mapping[Any, tuple[Any, Any]], paths: Sequence[str] | None = None) -> dict[Any, Any]:
+    """Moves values to shardings, or to the memory kind named."""
     values = [x for x, _ in work.values()]
     wanted = [(i, to) for i, (_, to) in enumerate(work.values()) if not isinstance(to, str)]
     moved = place_leaves(paths or list(map(str, work)), values, wanted)

@@ -1,8 +1,11 @@
-"""A call of an initialiser, traced: what goes in, what comes out, and where each result is wanted."""
+"""Traces a call of an initializer: its inputs, its outputs, and the sharding that each output is to have."""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
+import types
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +17,7 @@ from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DeletedArrayError, message
-from namedshard._init.jaxpr import places_values
+from namedshard._init.tails import array_type, placed_by
 from namedshard._jit.signature import held_values, number_types, static_key
 from namedshard._plan.leaves import named_leaves, path_string
 from namedshard._plan.mapping import AxisMapping, current_mapping
@@ -26,7 +29,7 @@ _KEYED_BYTES = 4096
 
 
 class NotHashable(Exception):
-    """The call has an argument that no cache can be keyed on."""
+    """The call has an argument that can't be part of a cache key."""
 
 
 def _argument_path(path: tuple[Any, ...]) -> str:
@@ -36,7 +39,7 @@ def _argument_path(path: tuple[Any, ...]) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
-    """A function with its arguments, flattened. Arrays of JAX are inputs; all else is part of what is traced."""
+    """A function with its arguments, flattened. JAX arrays and structs are inputs, everything else is static."""
 
     leaves: list[Any]
     treedef: PyTreeDef
@@ -44,7 +47,7 @@ class Request:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Request":
-        """Flatten a call. Partial applications are opened: made anew for each call, they are no new functions."""
+        """Flattens a call. A `functools.partial`, often created for one call only, counts as its function."""
         while isinstance(fn, functools.partial):
             fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
         leaves, treedef = jax.tree_util.tree_flatten((fn, args, kwargs))
@@ -62,17 +65,28 @@ class Request:
         return [self.leaves[i] for i in self.dynamic]
 
     @property
+    def function(self) -> Callable[..., Any]:
+        """The function."""
+        return jax.tree_util.tree_unflatten(self.treedef, self.leaves)[0]
+
+    def types(self) -> dict[str, Any]:
+        """Each leaf by its path: arrays by shape, dtype and weak type, everything else by value."""
+        dynamic = set(self.dynamic)
+        found = [array_type(x) if i in dynamic else x for i, x in enumerate(self.leaves)]
+        return dict(zip(map(_argument_path, self.paths()), found, strict=True))
+
+    @property
     def traced(self) -> bool:
         """True if some input is a tracer."""
         return any(isinstance(x, Tracer) for x in self.arrays)
 
     @property
     def abstract(self) -> bool:
-        """True if some input is only described."""
+        """True if some input is a struct."""
         return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays)
 
     def run(self, arrays: Sequence[Any]) -> PyTree:
-        """Call the function with these inputs."""
+        """Calls the function with these inputs."""
         leaves = list(self.leaves)
         for i, x in zip(self.dynamic, arrays, strict=True):
             leaves[i] = x
@@ -80,7 +94,7 @@ class Request:
         return fn(*args, **kwargs)
 
     def check(self) -> None:
-        """Raise `DeletedArrayError` for inputs that are gone."""
+        """Raises `DeletedArrayError` for inputs that were donated or deleted."""
         gone = [i for i in self.dynamic if isinstance(x := self.leaves[i], compat.ArrayImpl) and x.is_deleted()]
         if gone:
             paths = self.paths()
@@ -94,22 +108,26 @@ class Request:
                 )
             )
 
-    def key(self) -> Hashable:
-        """What tracing depends on.
+    def key(self, forget: Callable[[Any], None]) -> Hashable:
+        """What tracing depends on. Functions count by identity and aren't kept alive by the key.
+
+        Args:
+            forget: Called when one of these functions is gone.
 
         Raises:
-            NotHashable: An argument can be told apart from others by identity only.
+            NotHashable: An argument can be told apart from others only by its identity.
         """
         dynamic = set(self.dynamic)
-        parts: list[Any] = []
+        parts: list[Hashable] = []
         for i, leaf in enumerate(self.leaves):
             if i in dynamic:
-                sharding = leaf.sharding if getattr(leaf, "committed", True) else None
-                parts.append((tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False)), sharding))
+                parts.append((*array_type(leaf), leaf.sharding if getattr(leaf, "committed", True) else None))
             elif isinstance(leaf, np.ndarray | np.generic):
                 if leaf.nbytes > _KEYED_BYTES or leaf.dtype.hasobject:
                     raise NotHashable
                 parts.append((leaf.dtype, leaf.shape, leaf.tobytes()))
+            elif isinstance(leaf, types.FunctionType):
+                parts.append(weakref.ref(leaf, forget))
             else:
                 parts.append(static_key(leaf))
         out = self.treedef, number_types(held_values(self.treedef)), tuple(parts)
@@ -120,13 +138,12 @@ class Request:
         return out
 
 
-def _auto_context() -> contextlib.AbstractContextManager[Any]:
-    """The mesh in force with every axis Auto: with Explicit ones, each value would be traced as if replicated."""
-    mesh = context_mesh()
-    if mesh is None or not compat.any_explicit(mesh):
-        return contextlib.nullcontext()
-    auto = compat.twin(mesh, AxisType.Auto)
-    return jax.set_mesh(auto) if isinstance(auto, Mesh) else jax.sharding.use_abstract_mesh(auto)
+def trace_context() -> Hashable:
+    """What tracing depends on besides the call itself."""
+    return current_mapping(), compat.trace_key()
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -134,14 +151,14 @@ class Traced:
     """A traced call.
 
     Attributes:
-        closed: What was traced.
+        closed: The jaxpr.
         treedef: The structure of the output.
-        statics: The output's leaves that are not traced.
-        slots: For each output leaf its place among the jaxpr's outputs, or None for a static.
-        structs: The output's leaves, with arrays described.
-        on_host: Whether the function itself leaves an output in host memory.
-        specs: How the function itself splits an output over the Explicit axes in force, if it does.
-        mesh: The mesh in force.
+        statics: The output's leaves that aren't traced.
+        slots: For each output leaf its position among the jaxpr's outputs, or None for a static one.
+        structs: The output's leaves, with structs for arrays.
+        on_host: Whether the function itself puts an output into host memory.
+        specs: The spec that the function itself gives an output over Explicit axes, if it does.
+        mesh: The mesh in context.
     """
 
     closed: ClosedJaxpr
@@ -155,70 +172,72 @@ class Traced:
 
     @property
     def described(self) -> PyTree:
-        """The output with arrays described by ``jax.ShapeDtypeStruct``."""
+        """The output with a ``jax.ShapeDtypeStruct`` for each array."""
         return jax.tree_util.tree_unflatten(self.treedef, self.structs)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Flat:
-    """The function from flat arrays to flat arrays, and what its last call found beside them."""
-
-    request: Request
-    statics: list[Any] = dataclasses.field(default_factory=list[Any])
-    slots: list[int | None] = dataclasses.field(default_factory=list[int | None])
-    treedef: Any = None
-
-    def jaxpr(self, *, typed: bool = False) -> ClosedJaxpr:
-        """Trace it; ``typed``: with arguments that lie on the Explicit axes in force as they do."""
-        mesh = context_mesh() if typed else None
-        return jax.make_jaxpr(self._call)(*(_described(x, mesh) for x in self.request.arrays))
-
-    def _call(self, *arrays: Any) -> list[Any]:
-        with compat.keep_inlined_jits():
-            leaves, self.treedef = jax.tree_util.tree_flatten(self.request.run(arrays))
-        self.statics, self.slots, traced = [], [], list[Any]()
-        for leaf in leaves:
-            is_traced = isinstance(leaf, Tracer)
-            self.slots.append(len(traced) if is_traced else None)
-            self.statics.append(None if is_traced else leaf)
-            if is_traced:
-                traced.append(leaf)
-        return traced
+def _auto_context() -> contextlib.AbstractContextManager[Any]:
+    """The mesh in context with all axes Auto: over Explicit ones, values would be typed as replicated."""
+    mesh = context_mesh()
+    if mesh is None or not compat.any_explicit(mesh):
+        return contextlib.nullcontext()
+    auto = compat.twin(mesh, AxisType.Auto)
+    return jax.set_mesh(auto) if isinstance(auto, Mesh) else jax.sharding.use_abstract_mesh(auto)
 
 
-def _described(x: Any, mesh: MeshLike | None) -> jax.ShapeDtypeStruct:
+def _struct_of(x: Any, mesh: MeshLike | None) -> jax.ShapeDtypeStruct:
     sharding = getattr(x, "sharding", None) if mesh is not None else None
     on_it = isinstance(sharding, NamedSharding) and sharding.mesh.axis_types and sharding.mesh == mesh
     weak = bool(getattr(x, "weak_type", False))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if on_it else None, weak_type=weak)
 
 
+_TRACED = object()
+
+
+def _jaxpr_of(request: Request, typed_for: MeshLike | None = None) -> tuple[ClosedJaxpr, PyTreeDef, list[Any]]:
+    """The jaxpr, and the output's structure and leaves, with `_TRACED` for each traced one.
+
+    ``typed_for``: the mesh whose Explicit axes are part of the inputs' types.
+    """
+    found: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        leaves, treedef = jax.tree_util.tree_flatten(request.run(arrays))
+        found[:] = treedef, [_TRACED if isinstance(x, Tracer) else x for x in leaves]
+        return [x for x in leaves if isinstance(x, Tracer)]
+
+    closed = jax.make_jaxpr(flat)(*(_struct_of(x, typed_for) for x in request.arrays))
+    return closed, *found
+
+
 def trace(request: Request) -> Traced:
-    """Trace a call. Nothing is computed."""
-    flat = _Flat(request)
+    """Traces a call. Nothing is computed."""
     mesh = context_mesh()
     explicit = mesh is not None and compat.any_explicit(mesh)
-    closed: Any = None
+    auto: Any = None
     typed: Any = None
-    # What asks for a sharding by Explicit axes can't be traced on Auto ones. It fails for other reasons too; the error
-    # to show is then that of the user's own context.
+    # A function that asks for shardings over Explicit axes can't be traced over Auto ones. It may also fail for other
+    # reasons: then the error to raise is that of the user's own context.
     with contextlib.suppress(Exception) if explicit else contextlib.nullcontext(), _auto_context():
-        closed = flat.jaxpr()
-    if closed is None:
-        closed = typed = flat.jaxpr(typed=True)
-    elif explicit and places_values(closed):
+        auto = _jaxpr_of(request)
+    if auto is None:
+        auto = typed = _jaxpr_of(request, mesh)
+    elif explicit and "sharding" in placed_by(auto[0].jaxpr):
         with contextlib.suppress(Exception):
-            typed = _Flat(request).jaxpr(typed=True)
-    structs: list[Any] = []
-    on_host: list[bool] = []
-    specs: list[PartitionSpec | None] = []
-    for static, slot in zip(flat.statics, flat.slots, strict=True):
-        aval: Any = None if slot is None else closed.out_avals[slot]
-        weak = bool(getattr(aval, "weak_type", False))
-        structs.append(static if slot is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak))
-        on_host.append(slot is not None and compat.space_of_type(aval) == compat.space_of_kind("pinned_host"))
-        specs.append(None if slot is None or typed is None else _spec_of(typed.out_avals[slot]))
-    return Traced(closed, flat.treedef, flat.statics, flat.slots, structs, on_host, specs, mesh)
+            typed = _jaxpr_of(request, mesh)
+    closed, treedef, leaves = auto
+    out = Traced(closed, treedef, [], [], [], [], [], mesh)
+    slots = itertools.count()
+    for leaf in leaves:
+        slot = next(slots) if leaf is _TRACED else None
+        aval = None if slot is None else closed.out_avals[slot]
+        out.statics.append(None if slot is not None else leaf)
+        out.slots.append(slot)
+        out.structs.append(leaf if aval is None else _struct_of(aval, None))
+        out.on_host.append(compat.space_of_type(aval) == compat.space_of_kind("pinned_host"))
+        out.specs.append(None if slot is None or typed is None else _spec_of(typed[0].out_avals[slot]))
+    return out
 
 
 def _spec_of(aval: Any) -> PartitionSpec | None:
@@ -226,11 +245,11 @@ def _spec_of(aval: Any) -> PartitionSpec | None:
     return spec if any(entry is not None for entry in spec) else None
 
 
-# --- where results are wanted -----------------------------------------------------------------------------------------
+# --- where outputs go -------------------------------------------------------------------------------------------------
 
 
 def mesh_of(request: Request) -> MeshLike | None:
-    """The one mesh that all sharded inputs are on, if there is one."""
+    """The mesh that all sharded inputs are on, if it is one and the same."""
     meshes = {
         s.mesh
         for x in request.arrays
@@ -239,41 +258,28 @@ def mesh_of(request: Request) -> MeshLike | None:
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def _followed(request: Request, mesh: MeshLike | None) -> list[tuple[tuple[Any, ...], tuple[int, ...], NamedSharding]]:
-    """Inputs that are sharded over the mesh, with their paths within the argument that has them."""
-    found: list[tuple[tuple[Any, ...], tuple[int, ...], NamedSharding]] = []
-    paths = request.paths()
-    for i in request.dynamic:
-        sharding = getattr(request.leaves[i], "sharding", None)
-        if isinstance(sharding, NamedSharding) and (mesh is None or sharding.mesh == mesh):
-            found.append((paths[i][2:], tuple(request.leaves[i].shape), sharding))
-    return found
-
-
-def _sharding_like(path: tuple[Any, ...], shape: tuple[int, ...], known: Any) -> NamedSharding | None:
-    """The sharding of the input whose path ends this one's and whose shape is this one's; the longest path wins."""
+def _sharding_like(path: tuple[Any, ...], shape: tuple[int, ...], inputs: Any) -> NamedSharding | None:
+    """The sharding of the input with this shape whose path is the longest suffix of this path."""
     best: dict[int, list[NamedSharding]] = {}
-    for tail, its_shape, sharding in known:
-        if its_shape == shape and path[len(path) - len(tail) :] == tail:
-            best.setdefault(len(tail), []).append(sharding)
-    if not best:
-        return None
-    longest = best[max(best)]
-    return longest[0] if all(s.is_equivalent_to(longest[0], len(shape)) for s in longest) else None
+    for suffix, its_shape, sharding in inputs:
+        if its_shape == shape and path[len(path) - len(suffix) :] == suffix:
+            best.setdefault(len(suffix), []).append(sharding)
+    longest = best[max(best)] if best else []
+    return longest[0] if longest and all(s.is_equivalent_to(longest[0], len(shape)) for s in longest) else None
 
 
-Place: TypeAlias = NamedSharding | str | None
-"""A sharding; or the device that makes it, in its own memory (None) or in that of the memory kind named."""
+Destination: TypeAlias = NamedSharding | str | None
+"""A sharding; or the device that computes the value: in its own memory (None) or in the memory kind named."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """For each output leaf where it is wanted and whether the mapping asked for that.
+class Destinations:
+    """Where each output leaf goes, and whether the mapping asked for that.
 
-    ``kinds`` are the memory kinds that the function itself leaves outputs in, where no other was asked for.
+    ``kinds`` are the memory kinds in which the function itself leaves outputs, where no other was asked for.
     """
 
-    places: list[Place]
+    places: list[Destination]
     planned: list[bool]
     kinds: list[str | None]
     paths: list[str]
@@ -281,50 +287,44 @@ class Wanted:
 
 def plan_outputs(
     traced: Traced, request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
-) -> "Wanted":
-    """Where each output leaf is wanted.
+) -> Destinations:
+    """Plans where each output leaf goes.
 
-    Named leaves go where the mapping wants them. Others, and all without a mapping, follow the input that has their
-    path and shape (the moments of an optimizer follow the parameters); the rest is replicated on the mesh. What the
-    function splits over Explicit axes in force is split so, and what it leaves in host memory is wanted there.
+    Named leaves: where the mapping says. Others, and all without a mapping: as the function itself shards them over
+    Explicit axes, else like the input that has their path and shape (an optimizer's moments follow the parameters),
+    else replicated. What the function leaves in host memory stays there.
     """
     kinds = [memory_kind or ("pinned_host" if on_host else None) for on_host in traced.on_host]
-    shardings: list[NamedSharding | None] = [None] * len(traced.structs)
+    places: list[Destination] = [None] * len(traced.structs)
     if mesh is not None:
         leaves = named_leaves(traced.described)
         given = mapping or AxisMapping()
         plan = plan_leaves(leaves, traced.treedef, given, mesh, memory_kind=memory_kind, manual=frozenset())
         for i, (leaf, planned) in enumerate(zip(leaves, plan.leaves, strict=True)):
-            sharding = plan.sharding_of(planned)
-            if sharding is not None and (mapping is not None or leaf.own is not None):
-                kind = kinds[i]
-                shardings[i] = sharding if kind is None else sharding.with_memory_kind(kind)
-    wanted: list[Place] = list(shardings)
-    known = _followed(request, mesh)
+            if mapping is not None or leaf.own is not None:
+                places[i] = _in_kind(plan.sharding_of(planned), kinds[i])
+    planned = [place is not None for place in places]
+    input_paths = request.paths()
+    inputs = [
+        (input_paths[i][2:], tuple(request.leaves[i].shape), sharding)
+        for i in request.dynamic
+        if isinstance(sharding := getattr(request.leaves[i], "sharding", None), NamedSharding)
+        and (mesh is None or sharding.mesh == mesh)
+    ]
+    same_shape = mesh is not None and traced.mesh is not None and dict(mesh.shape) == dict(traced.mesh.shape)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.described)[0]]
-    for i, (struct, slot) in enumerate(zip(traced.structs, traced.slots, strict=True)):
-        if wanted[i] is not None or slot is None:
+    for i, (struct, slot, spec) in enumerate(zip(traced.structs, traced.slots, traced.specs, strict=True)):
+        if places[i] is not None or slot is None:
             continue
-        kind, spec = kinds[i], traced.specs[i]
-        found = _sharding_like(paths[i], tuple(struct.shape), known) if known else None
-        if spec is not None and _alike(mesh, traced.mesh):
-            assert mesh is not None
-            wanted[i] = NamedSharding(mesh, spec, memory_kind=kind)
-        elif found is not None:
-            wanted[i] = found if kind is None else found.with_memory_kind(kind)
-        elif mesh is not None:
-            wanted[i] = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        else:
-            wanted[i] = kind
-    own = [k if memory_kind is None else None for k in kinds]
-    return Wanted(wanted, [s is not None for s in shardings], own, [path_string(p) for p in paths])
+        followed = _sharding_like(paths[i], tuple(struct.shape), inputs) if inputs else None
+        if mesh is not None and spec is not None and same_shape:
+            followed = NamedSharding(mesh, spec)
+        elif mesh is not None and followed is None:
+            followed = NamedSharding(mesh, PartitionSpec())
+        places[i] = kinds[i] if followed is None else _in_kind(followed, kinds[i])
+    own = [kind if memory_kind is None else None for kind in kinds]
+    return Destinations(places, planned, own, [path_string(p) for p in paths])
 
 
-def _alike(a: MeshLike | None, b: MeshLike | None) -> bool:
-    """Whether a spec for one mesh means the same on another."""
-    return a is not None and b is not None and dict(a.shape) == dict(b.shape)
-
-
-def surroundings() -> Hashable:
-    """What tracing depends on beside the call itself."""
-    return current_mapping(), compat.trace_key()
+def _in_kind(sharding: NamedSharding | None, kind: str | None) -> NamedSharding | None:
+    return sharding if sharding is None or kind is None else sharding.with_memory_kind(kind)

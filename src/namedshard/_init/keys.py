@@ -1,0 +1,186 @@
+"""Computes an initializer's keys and other small integers, before and apart from its leaves.
+
+Deriving keys is cheap to run but expensive to compile, since each split in a ``jit`` is another threefry for the
+compiler to optimize. Here equal operations at one depth run as one compiled loop, whatever their number, and numpy
+takes arrays of keys apart. The results are the same bits, since they are integers.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from namedshard import _jaxcompat as compat
+from namedshard._cache import BoundedCache
+from namedshard._init.tails import Graph, Op, Ref, array_type, contents_of, freeze_op, values_of
+
+SMALL_BYTES = 64 << 10
+
+
+def is_exact(aval: Any) -> bool:
+    """Small keys and integers."""
+    if not hasattr(aval, "dtype") or not hasattr(aval, "shape"):
+        return False
+    if compat.is_key_array(aval):
+        return int(np.prod(compat.key_data_shape(aval))) * 4 <= SMALL_BYTES
+    integers = jnp.issubdtype(aval.dtype, jnp.integer) and jnp.iinfo(aval.dtype).bits == aval.dtype.itemsize * 8
+    return (integers or aval.dtype == jnp.bool_) and aval.size * aval.dtype.itemsize <= SMALL_BYTES
+
+
+def _view(op: Op) -> Callable[[np.ndarray], Sequence[np.ndarray]] | None:
+    """How numpy does an operation that only takes an array apart or gives it another shape, on the data of keys too."""
+    params: Mapping[str, Any] = op.eqn.params
+    outputs = [v.aval for v in op.eqn.outvars]
+    if op.name in ("random_wrap", "random_unwrap", "copy", "copy_p"):
+        return lambda x: [x]
+    if op.name == "unstack":
+        return lambda x: list(np.moveaxis(x, params["axis"], 0))
+    if op.name in ("squeeze", "expand_dims") or (op.name == "reshape" and params.get("dimensions") is None):
+        return lambda x: [x.reshape(data_shape(outputs[0]))]
+    if op.name == "slice":
+        bounds = zip(params["start_indices"], params["limit_indices"], strict=True)
+        steps = params["strides"] or (1,) * len(params["start_indices"])
+        index = tuple(slice(a, b, s) for (a, b), s in zip(bounds, steps, strict=True))
+        return lambda x: [x[index]]
+    return None
+
+
+def data_shape(aval: Any) -> tuple[int, ...]:
+    """The shape of an array, or of the words of an array of keys."""
+    return compat.key_data_shape(aval) if compat.is_key_array(aval) else tuple(aval.shape)
+
+
+def host_data(value: Any) -> np.ndarray:
+    """An array that this process can read, or the data of keys, as numpy."""
+    if isinstance(value, jax.Array) and compat.is_key_array(value):
+        with compat.no_context_mesh():
+            value = jax.random.key_data(value)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = value.addressable_data(0)
+    return np.asarray(value)
+
+
+def _loop(eqn: JaxprEqn, avals: Sequence[Any]) -> Callable[..., Any]:
+    """An operation in a loop over the first dimension of its inputs. Batching changes what some generators draw."""
+
+    def once(data: Sequence[Any]) -> list[Any]:
+        values = [
+            jax.random.wrap_key_data(x, impl=compat.key_impl(aval)) if compat.is_key_array(aval) else x
+            for x, aval in zip(data[1:], avals, strict=True)
+        ]
+        results = compat.run_equation(eqn, values)
+        return [jax.random.key_data(x) if compat.is_key_array(x) else x for x in results]
+
+    def init_keys(*inputs: Any) -> Any:
+        return jax.lax.map(once, inputs)
+
+    return jax.jit(init_keys)
+
+
+_loops: BoundedCache[Callable[..., Any]] = BoundedCache(256)
+compat.clear_with_jax(_loops)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Equal operations that run as one compiled loop, or one that numpy does."""
+
+    run: Callable[..., Any]
+    ops: tuple[Op, ...]
+    is_view: bool
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class KeySchedule:
+    """The operations on keys and small integers, by depth.
+
+    Attributes:
+        given: The inputs and constants that they start from.
+        values: All values that they make, and ``given``.
+        steps: What to run.
+    """
+
+    given: frozenset[int]
+    values: frozenset[int]
+    steps: list[Step]
+
+    @property
+    def loops(self) -> int:
+        """How many compiled loops run."""
+        return sum(not step.is_view for step in self.steps)
+
+    def run(self, inputs: Mapping[int, Any]) -> dict[int, np.ndarray]:
+        """All values as numpy, keys by their data."""
+        made = {v: host_data(inputs[v]) for v in self.given}
+
+        def read(ref: Ref) -> np.ndarray:
+            return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else made[ref]
+
+        with compat.no_context_mesh():
+            for step in self.steps:
+                if step.is_view:
+                    (op,) = step.ops
+                    made.update(zip(op.outputs, step.run(read(op.inputs[0])), strict=True))
+                    continue
+                # Rounded up, so that models of similar depth share the loop's program.
+                turns = 1 << (len(step.ops) - 1).bit_length()
+                ops = (*step.ops, *step.ops[-1:] * (turns - len(step.ops)))
+                columns = [np.stack([read(op.inputs[i]) for op in ops]) for i in range(len(ops[0].inputs))]
+                results = map(np.asarray, step.run(np.zeros(turns, np.int32), *columns))
+                for op, *values in zip(step.ops, *results, strict=False):
+                    made.update(zip(op.outputs, map(np.asarray, values), strict=True))
+        return made
+
+
+def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
+    """The operations to run apart from the leaves: those on keys and small integers that start from inputs.
+
+    Args:
+        graph: The traced function.
+        readable: The inputs and constants that this process can read.
+    """
+    given = {v for v in readable if is_exact(graph.avals[v])}
+    depths = dict.fromkeys(given, 0)
+    # What starts from literals alone is computed here only where it meets a key; leaves compute it themselves.
+    fixed: dict[int, Op] = {}
+    loops: dict[int, dict[Hashable, list[Op]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    views: dict[int, list[Step]] = collections.defaultdict(list)
+
+    def add(op: Op) -> None:
+        for value in values_of(op.inputs):
+            if value not in depths:
+                add(fixed[value])
+        depth = max((depths[v] for v in values_of(op.inputs)), default=0)
+        view = _view(op) if [*values_of(op.inputs)] == [*op.inputs[:1]] else None
+        if view is None:
+            depth += 1
+            loops[depth][freeze_op(op.eqn), tuple(array_type(graph.aval(r)) for r in op.inputs)].append(op)
+        else:
+            views[depth].append(Step(view, (op,), is_view=True))
+        depths.update(dict.fromkeys(op.outputs, depth))
+
+    for op in graph.ops:
+        if op.eqn.effects or not all(is_exact(v.aval) for v in op.eqn.outvars) or not _is_exact_op(op):
+            continue
+        if not all(v in depths or v in fixed for v in values_of(op.inputs)):
+            continue
+        if op.name == "random_seed" or any(v in depths for v in values_of(op.inputs)):
+            add(op)
+        else:
+            fixed.update(dict.fromkeys(op.outputs, op))
+    steps: list[Step] = []
+    for depth in range(max(depths.values(), default=0) + 1):
+        for key, ops in loops[depth].items():
+            loop = _loops.get(key) or _loops.put(key, _loop(ops[0].eqn, [graph.aval(r) for r in ops[0].inputs]))
+            steps.append(Step(loop, tuple(ops), is_view=False))
+        steps += views[depth]
+    return KeySchedule(frozenset(given), frozenset(depths), steps)
+
+
+def _is_exact_op(op: Op) -> bool:
+    return not any(floats or name == "random_bits" for name, floats in contents_of(op.eqn)[0])
