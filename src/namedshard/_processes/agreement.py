@@ -1,0 +1,360 @@
+"""EFFECTS. Checks that all processes make the same call, before a collective: there a difference would hang.
+
+The processes compare fingerprints of the call by `coordination`, with a time limit.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, at, message
+from namedshard._processes.coordination import (
+    EXCHANGE_FAILURE,
+    GRACE_S,
+    Channel,
+    ProcessFailed,
+    Rounds,
+    guard_exchange,
+    later_exchange_error,
+    publish_exchange_failure,
+)
+
+DEFAULT_TIMEOUT = 60.0
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafDescription:
+    """One process's description of a leaf.
+
+    ``source`` is where the array is (or a hash of a host value). ``local`` is that all of it is on this process, which
+    may rightly differ between processes.
+    """
+
+    path: str
+    aval: str
+    source: str
+    target: str = ""
+    local: bool = dataclasses.field(default=False, compare=False)
+    host: bool = False
+
+    def __str__(self) -> str:
+        source = "a host value" if self.host else self.source
+        return f"{at(self.path)}: {self.aval} from {source}" + (f" to {self.target}" if self.target else "")
+
+
+def describe_leaf(path: str, x: Any, target: Sharding | str = "", *, host: bool = False) -> LeafDescription:
+    """Describe a leaf; ``host``: as a value that every process has, by its hash instead of its placement."""
+    aval = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    to = target if isinstance(target, str) else fingerprint_sharding(target)
+    if not host:
+        return LeafDescription(path, aval, fingerprint_sharding(x.sharding), to, local=x.is_fully_addressable)
+    value = np.asarray(jax.random.key_data(x) if compat.is_key_array(x) else x)
+    return LeafDescription(path, aval, _fingerprint_value(value), to, host=True)
+
+
+def fingerprint_sharding(sharding: Sharding) -> str:
+    """A text that is equal on two processes only if the shardings are."""
+    devices = [d.id for d in compat.device_order(sharding)]
+    if isinstance(sharding, NamedSharding):
+        axes, entries = dict(sharding.mesh.shape), list(sharding.spec)
+        # JAX leaves out or adds dimensions that are not split, and not alike on all processes.
+        while entries and not entries[-1]:
+            entries.pop()
+        return f"{PartitionSpec(*entries)} of {axes} on devices {devices} in {sharding.memory_kind}"
+    kind = "device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
+    return f"{kind} {devices} in {sharding.memory_kind}"
+
+
+def _fingerprint_value(value: np.ndarray) -> str:
+    """A hash of a value's bytes in C order, made in small parts."""
+    found = hashlib.blake2b(digest_size=16)
+    flags = ("external_loop", "buffered", "zerosize_ok")
+    for part in np.nditer(value, flags, order="C", buffersize=1 << 16):
+        found.update(np.ascontiguousarray(part).view(np.uint8))
+    return found.hexdigest()
+
+
+class _Limit(threading.local):
+    def __init__(self) -> None:
+        self.seconds = float(os.environ.get("NAMEDSHARD_COLLECTIVE_TIMEOUT", DEFAULT_TIMEOUT))
+
+
+_limit = _Limit()
+
+
+@contextlib.contextmanager
+def collective_timeout(seconds: int | float) -> Generator[None, None, None]:
+    """How long to wait for the other processes to make the same call, in this thread.
+
+    The default is 60 s, or the environment variable ``NAMEDSHARD_COLLECTIVE_TIMEOUT``.
+
+    Args:
+        seconds: The limit; processes that reach a call further apart than this are out of step.
+
+    Raises:
+        ValueError: The limit is not positive.
+
+    Examples:
+        >>> import namedshard as ns
+        >>> with ns.collective_timeout(600):
+        ...     pass  # e.g. while one process waits for a slow file system
+    """
+    if seconds <= 0:
+        raise ValueError(f"collective_timeout must be positive, not {seconds}")
+    before, _limit.seconds = _limit.seconds, float(seconds)
+    try:
+        yield
+    finally:
+        _limit.seconds = before
+
+
+def _verdict(channel: Channel, digest: bytes, end: float) -> bool | list[int]:
+    """Whether all processes make the same call; or the processes that did not make it in time.
+
+    The first verdict published is that of all processes, also of those that come later.
+    """
+    me, members = jax.process_index(), range(jax.process_count())
+    if me == 0:
+        channel.all_gather("digest", digest, members, end)
+    else:
+        channel.publish(f"digest/{me}", digest)
+        if (found := channel.wait("verdict", end)) is not None:
+            return json.loads(found)
+    digests = channel.published("digest")
+    missing = [p for p in members if str(p) not in digests]
+    return json.loads(channel.publish("verdict", json.dumps(missing or len(set(digests.values())) == 1).encode()))
+
+
+def _withdraw(channel: Channel, error: BaseException) -> None:
+    """Publish that this process does not make the call after all; if all have agreed, that it fails in it."""
+    # The service may be what died.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if json.loads(channel.publish("verdict", json.dumps([jax.process_index()]).encode())) is True:
+            publish_exchange_failure(error)
+
+
+class _Calls:
+    """The calls of this process so far, of which the n-th belongs with the n-th of every other process."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._channels: list[Channel] = []
+
+    @property
+    def last(self) -> Channel | None:
+        """The channel of the last call."""
+        return self._channels[-1] if self._channels else None
+
+    def agree(self, digest: bytes) -> tuple[Channel, bool | list[int], int]:
+        """A call's channel and verdict, and how many calls of the others ended without this process."""
+        end = time.monotonic() + _limit.seconds
+        missed = 0
+        while True:
+            channel = Channel(f"call/{next(self._numbers)}")
+            self._channels.append(channel)
+            try:
+                verdict = _verdict(channel, digest, end)
+            except BaseException as error:
+                _withdraw(channel, error)
+                raise
+            if isinstance(verdict, bool):
+                # All have come to this call, so none of them still reads messages of earlier ones.
+                for old in self._channels[:-1] if jax.process_index() == 0 else ():
+                    old.delete()
+                self._channels = [channel]
+            elif jax.process_index() in verdict:
+                missed += 1
+                continue
+            return channel, verdict, missed
+
+
+_calls = _Calls()
+
+
+def agree(
+    what: str, leaves: Sequence[LeafDescription], note: str = "", *, local_arrays: bool = False
+) -> frozenset[int]:
+    """Make sure that all processes make this call with the same leaves.
+
+    Once a process gives up waiting, those that come later join in the next call instead: after an error on every
+    process the job is in step again.
+
+    Args:
+        what: The function called.
+        leaves: This process's description of each leaf.
+        note: Other arguments that must be the same, as text.
+        local_arrays: Whether leaves may be arrays of each process's own.
+
+    Returns:
+        Indices of leaves that are an array of each process's own (fully local on every process).
+
+    Raises:
+        OutOfStepError: A process does not make the call in time, or makes another one; names the first difference.
+        HostValueError: Host values differ between processes.
+        LocalArrayError: Leaves are arrays of each process's own where one global array is needed.
+        ExchangeError: An earlier exchange failed.
+    """
+    if EXCHANGE_FAILURE:
+        raise later_exchange_error(what)
+    call = f"{what}({note})" if note else what
+    digest = hashlib.sha256(_encode(call, [dataclasses.replace(leaf, local=False) for leaf in leaves])).digest()
+    if compat.coordination_client() is None:
+        _agree_by_devices(what, digest)
+        return frozenset()
+    try:
+        channel, verdict, missed = _calls.agree(digest)
+        if verdict is True:
+            return frozenset()
+        if verdict:
+            raise _absent(what, verdict, missed)
+        # The others may get all texts even if this process does not, and go on.
+        with guard_exchange():
+            end = time.monotonic() + _limit.seconds + GRACE_S
+            texts = channel.all_gather("text", zlib.compress(_encode(call, leaves)), range(jax.process_count()), end)
+            if gone := [p for p, text in enumerate(texts) if text is None]:
+                raise _absent(what, gone, missed)
+    except ProcessFailed as failed:
+        raise later_exchange_error(what) if EXCHANGE_FAILURE else _absent(what, [failed.process], 0) from failed
+    local = _compare(what, [json.loads(zlib.decompress(text)) for text in texts if text is not None])
+    if local and not local_arrays:
+        raise LocalArrayError(
+            message(
+                f"{what}: {len(local)} {'leaf is' if len(local) == 1 else 'leaves are'} not one global array: each"
+                " process passes its own, committed to its own devices",
+                [at(leaves[i].path) for i in local],
+                fix="pass numpy (the same value on every process), or build a global array with"
+                " jax.make_array_from_process_local_data",
+            )
+        )
+    return frozenset(local)
+
+
+def _encode(call: str, leaves: Sequence[LeafDescription]) -> bytes:
+    return json.dumps([call, [dataclasses.astuple(leaf) for leaf in leaves]]).encode()
+
+
+def _absent(what: str, processes: Sequence[int], missed: int) -> OutOfStepError:
+    who = f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"
+    calls = "one earlier call" if missed == 1 else f"{missed} earlier calls"
+    return OutOfStepError(
+        message(
+            f"{what}: {who} did not make this call within {_limit.seconds:g} s",
+            [f"this process had not made {calls} that the others had stopped waiting for"] if missed else [],
+            fix="make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
+        )
+    )
+
+
+def _agree_by_devices(what: str, digest: bytes) -> None:
+    mine = np.frombuffer(digest, np.uint8)
+    with compat.no_context_mesh():
+        everyone = multihost_utils.process_allgather(mine)
+    if not np.all(everyone == everyone[0]):
+        raise OutOfStepError(
+            message(
+                f"{what}: the processes make different calls",
+                fix="make the same calls in the same order on every process",
+            )
+        )
+
+
+def _compare(what: str, calls: Sequence[Any]) -> list[int]:
+    """Indices of the leaves that are an array of each process's own; raises for any other difference."""
+    everyone = [[LeafDescription(*fields) for fields in leaves] for _, leaves in calls]
+    _check_same_leaves(what, [name for name, _ in calls], everyone)
+    local: list[int] = []
+    differing: list[str] = []
+    for i, p, leaves in _different_leaves(everyone):
+        first, other = leaves[0], leaves[p]
+        alike = (first.path, first.aval, first.target) == (other.path, other.aval, other.target)
+        if alike and all(leaf.host for leaf in leaves):
+            differing.append(f"{at(first.path)}: process {p} has another value than process 0")
+        elif alike and all(leaf.local for leaf in leaves):
+            local.append(i)
+        else:
+            raise _out_of_step(what, p, f": {first}", f": {other}")
+    if differing:
+        raise HostValueError(
+            message(
+                f"{what}: host values of {len(differing)} {'leaf' if len(differing) == 1 else 'leaves'} differ between"
+                " processes",
+                differing,
+                fix="pass the same value on every process, or build the array with"
+                " jax.make_array_from_process_local_data",
+            )
+        )
+    return local
+
+
+def _check_same_leaves(what: str, calls: Sequence[str], everyone: Sequence[Sequence[LeafDescription]]) -> None:
+    """Raise if functions, options or numbers of leaves differ."""
+    for p, (call, leaves) in enumerate(zip(calls, everyone, strict=True)):
+        if call != calls[0]:
+            raise _out_of_step(what, p, f" calls {calls[0]}", f" calls {call}")
+        if len(leaves) != len(everyone[0]):
+            pairs = itertools.zip_longest(everyone[0], leaves)
+            first, other = next((a, b) for a, b in pairs if a is None or b is None or a.path != b.path)
+            raise _out_of_step(what, p, f": {first or 'no more leaves'}", f": {other or 'no more leaves'}")
+
+
+def _different_leaves(
+    everyone: Sequence[Sequence[LeafDescription]],
+) -> Iterator[tuple[int, int, tuple[LeafDescription, ...]]]:
+    """Each leaf that is not the same on all processes: its index, the first process that differs, its descriptions."""
+    for i, leaves in enumerate(zip(*everyone, strict=True)):
+        p = next((p for p, leaf in enumerate(leaves) if leaf != leaves[0]), 0)
+        if p:
+            yield i, p, leaves
+
+
+def _out_of_step(what: str, process: int, first: str, other: str) -> OutOfStepError:
+    return OutOfStepError(
+        message(
+            f"{what}: the processes make different calls; the first difference is",
+            [f"process 0{first}", f"process {process}{other}"],
+            fix="call with the same tree, mapping and mesh, in the same order, on every process",
+        )
+    )
+
+
+@contextlib.contextmanager
+def agreed_rounds(what: str, agreement: Callable[[], T]) -> Generator[tuple[Rounds, T]]:
+    """Rounds of all processes after they have agreed on a call.
+
+    Args:
+        what: The function called.
+        agreement: What calls `agree`, unless there is only one process.
+
+    Yields:
+        The rounds, and what the agreement returned. If this process leaves by an exception, it is published for the
+        others, which may have agreed, and be waiting.
+    """
+    before = _calls.last
+    rounds = Rounds(what)
+    try:
+        found = agreement()
+        rounds.channel = _calls.last if rounds.count > 1 else None
+        yield rounds, found
+    except BaseException as error:
+        if rounds.exchanging:
+            publish_exchange_failure(error)
+        channel = rounds.channel or _calls.last
+        if channel is not None and channel is not before:
+            channel.publish_failure(error)
+        raise
