@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -26,7 +26,6 @@ from namedshard._processes.coordination import (
     EXCHANGE_FAILURE,
     GRACE_S,
     Channel,
-    ProcessFailed,
     Rounds,
     guard_exchange,
     later_exchange_error,
@@ -153,20 +152,21 @@ class _Calls:
     """The calls of this process so far, of which the n-th belongs with the n-th of every other process."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self.count = 0
         self._channels: list[Channel] = []
 
     @property
-    def last(self) -> Channel | None:
-        """The channel of the last call."""
-        return self._channels[-1] if self._channels else None
+    def scope(self) -> str:
+        """The scope of the last call's messages."""
+        return f"call/{self.count}"
 
-    def agree(self, digest: bytes) -> tuple[Channel, bool | list[int], int]:
+    def agree(self, what: str, digest: bytes) -> tuple[Channel, bool | list[int], int]:
         """A call's channel and verdict, and how many calls of the others ended without this process."""
         end = time.monotonic() + _limit.seconds
         missed = 0
         while True:
-            channel = Channel(f"call/{next(self._numbers)}")
+            self.count += 1
+            channel = Channel(self.scope, what)
             self._channels.append(channel)
             try:
                 verdict = _verdict(channel, digest, end)
@@ -217,32 +217,19 @@ def agree(
     if compat.coordination_client() is None:
         _agree_by_devices(what, digest)
         return frozenset()
-    try:
-        channel, verdict, missed = _calls.agree(digest)
-        if verdict is True:
-            return frozenset()
-        if verdict:
-            raise _absent(what, verdict, missed)
-        # The others may get all texts even if this process does not, and go on.
-        with guard_exchange():
-            end = time.monotonic() + _limit.seconds + GRACE_S
-            texts = channel.all_gather("text", zlib.compress(_encode(call, leaves)), range(jax.process_count()), end)
-            if gone := [p for p, text in enumerate(texts) if text is None]:
-                raise _absent(what, gone, missed)
-    except ProcessFailed as failed:
-        raise later_exchange_error(what) if EXCHANGE_FAILURE else _absent(what, [failed.process], 0) from failed
-    local = _compare(what, [json.loads(zlib.decompress(text)) for text in texts if text is not None])
-    if local and not local_arrays:
-        raise LocalArrayError(
-            message(
-                f"{what}: {len(local)} {'leaf is' if len(local) == 1 else 'leaves are'} not one global array: each"
-                " process passes its own, committed to its own devices",
-                [at(leaves[i].path) for i in local],
-                fix="pass numpy (the same value on every process), or build a global array with"
-                " jax.make_array_from_process_local_data",
-            )
-        )
-    return frozenset(local)
+    channel, verdict, missed = _calls.agree(what, digest)
+    if verdict is True:
+        return frozenset()
+    if verdict:
+        raise _absent(what, verdict, missed)
+    # The others may get all texts even if this process does not, and go on.
+    with guard_exchange():
+        end = time.monotonic() + _limit.seconds + GRACE_S
+        texts = channel.all_gather("text", zlib.compress(_encode(call, leaves)), range(jax.process_count()), end)
+        if gone := [p for p, text in enumerate(texts) if text is None]:
+            raise _absent(what, gone, missed)
+    calls = [json.loads(zlib.decompress(text)) for text in texts if text is not None]
+    return frozenset(_compare(what, calls, local_arrays))
 
 
 def _encode(call: str, leaves: Sequence[LeafDescription]) -> bytes:
@@ -274,53 +261,52 @@ def _agree_by_devices(what: str, digest: bytes) -> None:
         )
 
 
-def _compare(what: str, calls: Sequence[Any]) -> list[int]:
+def _compare(what: str, calls: Sequence[Any], local_arrays: bool) -> list[int]:
     """Indices of the leaves that are an array of each process's own; raises for any other difference."""
+    for p, (name, _) in enumerate(calls):
+        if name != calls[0][0]:
+            raise _out_of_step(what, p, f" calls {calls[0][0]}", f" calls {name}")
+    local: dict[int, str] = {}
+    values: list[str] = []
     everyone = [[LeafDescription(*fields) for fields in leaves] for _, leaves in calls]
-    _check_same_leaves(what, [name for name, _ in calls], everyone)
-    local: list[int] = []
-    differing: list[str] = []
-    for i, p, leaves in _different_leaves(everyone):
-        first, other = leaves[0], leaves[p]
-        alike = (first.path, first.aval, first.target) == (other.path, other.aval, other.target)
-        if alike and all(leaf.host for leaf in leaves):
-            differing.append(f"{at(first.path)}: process {p} has another value than process 0")
-        elif alike and all(leaf.local for leaf in leaves):
-            local.append(i)
+    for i, found in enumerate(itertools.zip_longest(*everyone)):
+        p = next((p for p, leaf in enumerate(found) if leaf != found[0]), 0)
+        if p == 0:
+            continue
+        # Leaves of one path, type and target may differ in their sources.
+        alike = len({leaf and (leaf.path, leaf.aval, leaf.target) for leaf in found}) == 1
+        if alike and all(leaf.host for leaf in found):
+            values.append(f"{at(found[0].path)}: process {p} has another value than process 0")
+        elif alike and all(leaf.local for leaf in found):
+            local[i] = at(found[0].path)
         else:
-            raise _out_of_step(what, p, f": {first}", f": {other}")
-    if differing:
+            raise _out_of_step(what, p, *(f": {leaf or 'no more leaves'}" for leaf in (found[0], found[p])))
+    _refuse_leaves(what, values, [] if local_arrays else list(local.values()))
+    return list(local)
+
+
+def _refuse_leaves(what: str, values: Sequence[str], local: Sequence[str]) -> None:
+    """Raise for host values that differ, or else for arrays of each process's own."""
+    if values:
         raise HostValueError(
             message(
-                f"{what}: host values of {len(differing)} {'leaf' if len(differing) == 1 else 'leaves'} differ between"
+                f"{what}: host values of {len(values)} {'leaf' if len(values) == 1 else 'leaves'} differ between"
                 " processes",
-                differing,
+                values,
                 fix="pass the same value on every process, or build the array with"
                 " jax.make_array_from_process_local_data",
             )
         )
-    return local
-
-
-def _check_same_leaves(what: str, calls: Sequence[str], everyone: Sequence[Sequence[LeafDescription]]) -> None:
-    """Raise if functions, options or numbers of leaves differ."""
-    for p, (call, leaves) in enumerate(zip(calls, everyone, strict=True)):
-        if call != calls[0]:
-            raise _out_of_step(what, p, f" calls {calls[0]}", f" calls {call}")
-        if len(leaves) != len(everyone[0]):
-            pairs = itertools.zip_longest(everyone[0], leaves)
-            first, other = next((a, b) for a, b in pairs if a is None or b is None or a.path != b.path)
-            raise _out_of_step(what, p, f": {first or 'no more leaves'}", f": {other or 'no more leaves'}")
-
-
-def _different_leaves(
-    everyone: Sequence[Sequence[LeafDescription]],
-) -> Iterator[tuple[int, int, tuple[LeafDescription, ...]]]:
-    """Each leaf that is not the same on all processes: its index, the first process that differs, its descriptions."""
-    for i, leaves in enumerate(zip(*everyone, strict=True)):
-        p = next((p for p, leaf in enumerate(leaves) if leaf != leaves[0]), 0)
-        if p:
-            yield i, p, leaves
+    if local:
+        raise LocalArrayError(
+            message(
+                f"{what}: {len(local)} {'leaf is' if len(local) == 1 else 'leaves are'} not one global array: each"
+                " process passes its own, committed to its own devices",
+                local,
+                fix="pass numpy (the same value on every process), or build a global array with"
+                " jax.make_array_from_process_local_data",
+            )
+        )
 
 
 def _out_of_step(what: str, process: int, first: str, other: str) -> OutOfStepError:
@@ -334,27 +320,21 @@ def _out_of_step(what: str, process: int, first: str, other: str) -> OutOfStepEr
 
 
 @contextlib.contextmanager
-def agreed_rounds(what: str, agreement: Callable[[], T]) -> Generator[tuple[Rounds, T]]:
-    """Rounds of all processes after they have agreed on a call.
+def agreed_rounds(agreement: Callable[[], T]) -> Generator[tuple[Rounds, T]]:
+    """Rounds of all processes, and what the function returned in which they `agree` on a call.
 
-    Args:
-        what: The function called.
-        agreement: What calls `agree`, unless there is only one process.
-
-    Yields:
-        The rounds, and what the agreement returned. If this process leaves by an exception, it is published for the
-        others, which may have agreed, and be waiting.
+    If this process leaves by an exception, that is published: the others may have agreed, and be waiting.
     """
-    before = _calls.last
-    rounds = Rounds(what)
+    before, rounds = _calls.count, None
     try:
         found = agreement()
-        rounds.channel = _calls.last if rounds.count > 1 else None
+        rounds = Rounds(f"{_calls.scope}/rounds")
         yield rounds, found
     except BaseException as error:
-        if rounds.exchanging:
-            publish_exchange_failure(error)
-        channel = rounds.channel or _calls.last
-        if channel is not None and channel is not before:
-            channel.publish_failure(error)
+        if rounds is None and _calls.count > before:
+            rounds = Rounds(f"{_calls.scope}/rounds")
+        if rounds is not None and rounds.count > 1:
+            if rounds.exchanging:
+                publish_exchange_failure(error)
+            rounds.publish_failure(error)
         raise

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import ExchangeError, NamedShardError, OutOfStepError, message
+from namedshard._errors import ExchangeError, NamedShardError, message
 from namedshard._plan.mesh import MeshLike
 from namedshard._types import Device, Tracer
 
@@ -35,14 +35,13 @@ EXCHANGE_FAILURE: list[str] = []
 # For a message that another process is known to publish now.
 GRACE_S = 30.0
 
-_EXCHANGE_SCOPE = "exchange-failure"
 _connected: set[tuple[Device, ...]] = set()
 
 T = TypeVar("T")
 
 
 class ProcessFailed(Exception):
-    """A message will not come, since a process failed."""
+    """A process failed before it published a message that this one waits for."""
 
     def __init__(self, process: int, reason: str):
         super().__init__(f"process {process}: {reason}")
@@ -67,11 +66,18 @@ def processes() -> tuple[int, int]:
 
 
 class Channel:
-    """Messages that belong together, such as those of one call. The first message under a name is final."""
+    """Messages that belong together, such as those of one call. The first message under a name is final.
 
-    def __init__(self, scope: str):
+    Args:
+        scope: The prefix of the messages' keys.
+        what: The function called, for the error after an earlier exchange of arrays failed. Empty for messages that
+            are part of an exchange.
+    """
+
+    def __init__(self, scope: str, what: str = ""):
         self._client = compat.coordination_client()
         self._prefix = f"namedshard/{scope}/"
+        self._what = what
 
     def publish(self, name: str, content: bytes) -> bytes:
         """Publish a message; returns the final one under this name."""
@@ -84,31 +90,26 @@ class Channel:
         return content
 
     def wait(self, name: str, end: float = math.inf, process: int = -1) -> bytes | None:
-        """Wait for a message.
-
-        Args:
-            name: The message's name.
-            end: The ``time.monotonic()`` until which to wait.
-            process: The one to publish it, if its failure in this channel ends the wait.
-
-        Returns:
-            The message, or None if there is none in time.
+        """Wait for the message that a process is to publish, until ``end`` by ``time.monotonic()``.
 
         Raises:
-            ProcessFailed: The process failed before it published the message, or an exchange of arrays failed.
+            ProcessFailed: The process published its failure instead.
+            ExchangeError: An exchange of arrays failed on any process.
         """
         reason = ""
         while True:
-            # A call of the client cannot be interrupted, so none is long.
+            # Nothing interrupts a call of the client, so each is short.
             seconds = max(0.001, min(POLL_S, end - time.monotonic()))
             try:
                 return self._client.blocking_key_value_get_bytes(self._prefix + name, int(seconds * 1000))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            if failure := reason or exchange_failure():
-                raise ProcessFailed(process, failure)
-            # The message may have been published in between, before the failure: look once more.
+            if reason:
+                raise ProcessFailed(process, reason)
+            if exchange_failure():
+                raise later_exchange_error(self._what) if self._what else exchange_error()
+            # A message published before the failure counts, and may have come in between: look once more.
             reason = self.failure(process)
             if time.monotonic() >= end:
                 return None
@@ -116,23 +117,23 @@ class Channel:
     def all_gather(
         self, name: str, content: bytes, members: Iterable[int], end: float = math.inf
     ) -> list[bytes | None]:
-        """Publish this process's message, and wait for that of each of these processes; see `wait`."""
+        """Publish this process's message, and `wait` for that of each of these processes."""
         self.publish(f"{name}/{jax.process_index()}", content)
         return [self.wait(f"{name}/{process}", end, process) for process in members]
 
-    def published(self, name: str = "") -> dict[str, bytes]:
+    def published(self, name: str) -> dict[str, bytes]:
         """All messages so far whose names start with this one and a slash, by the rest of their names."""
-        prefix = self._prefix + (name and f"{name}/")
+        prefix = f"{self._prefix}{name}/"
         return {key.removeprefix(prefix): found for key, found in self._client.key_value_dir_get_bytes(prefix)}
 
     def publish_failure(self, error: BaseException) -> None:
-        """Publish that this process sends no more messages, for those that wait for them or will."""
+        """Publish that this process sends no more messages, for the processes that wait for them or will."""
         # The service may be what died.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.publish(f"failed/{jax.process_index()}", first_line(error).encode())
 
     def failure(self, process: int) -> str:
-        """Why a process failed in this channel; empty if it did not."""
+        """Why a process failed; empty if it did not."""
         return self.published("failed").get(str(process), b"").decode()
 
     def delete(self) -> None:
@@ -140,48 +141,28 @@ class Channel:
         self._client.key_value_delete(self._prefix)
 
 
-class Rounds:
+class Rounds(Channel):
     """Rounds of one call; in each, all processes publish a message (JSON) and wait for those of the others.
 
     Attributes:
-        channel: The call's; None in a job of one process.
         exchanging: That the others may be in an exchange of arrays, or start one, without another round before it.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, scope: str) -> None:
+        super().__init__(scope)
         self.me, self.count = processes()
-        self.channel: Channel | None = None
         self.exchanging = False
-        self._what = what
         self._numbers = itertools.count()
 
-    def all_gather(self, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Each process's message of this round.
-
-        Raises:
-            ProcessFailed: A process failed before this round.
-            OutOfStepError: A process does not come to this round in a day.
-        """
-        if self.channel is None:
+    def gather(self, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Each process's message of this round; raises as `wait` does."""
+        if self.count == 1:
             return [content]
         name, end = f"round/{next(self._numbers)}", time.monotonic() + LONGEST_ROUND_S
-        out: list[Mapping[str, Any]] = []
-        for process, found in enumerate(
-            self.channel.all_gather(name, json.dumps(content).encode(), range(self.count), end)
-        ):
-            if found is None:
-                raise OutOfStepError(
-                    message(
-                        f"{self._what}: process {process} has not come to the end of its part in {LONGEST_ROUND_S} s",
-                        fix="make the same calls in the same order on every process",
-                    )
-                )
-            out.append(json.loads(found))
-        return out
-
-    def failure(self, process: int) -> str:
-        """Why a process failed in this call; empty if it did not."""
-        return "" if self.channel is None else self.channel.failure(process)
+        found = self.all_gather(name, json.dumps(content).encode(), range(self.count), end)
+        if None in found:
+            raise ProcessFailed(found.index(None), f"it has not come to the end of its part in {LONGEST_ROUND_S} s")
+        return [json.loads(text) for text in found if text is not None]
 
 
 def exchange_failure() -> str:
@@ -189,7 +170,7 @@ def exchange_failure() -> str:
     if not EXCHANGE_FAILURE and compat.coordination_client() is not None:
         # The service may be what died: JAX ends the job.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            EXCHANGE_FAILURE.extend(reason.decode() for reason in Channel(_EXCHANGE_SCOPE).published().values())
+            EXCHANGE_FAILURE.extend(reason.decode() for reason in Channel("exchange").published("failed").values())
     return EXCHANGE_FAILURE[0] if EXCHANGE_FAILURE else ""
 
 
@@ -198,7 +179,7 @@ def publish_exchange_failure(error: BaseException) -> None:
     reason = f"process {jax.process_index()}: {first_line(error)}"
     if not EXCHANGE_FAILURE and compat.coordination_client() is not None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            reason = Channel(_EXCHANGE_SCOPE).publish("first", reason.encode()).decode()
+            reason = Channel("exchange").publish("failed/first", reason.encode()).decode()
     if not EXCHANGE_FAILURE:
         EXCHANGE_FAILURE.append(reason)
 
@@ -259,10 +240,7 @@ def wait_for_processes(devices: Sequence[Device]) -> None:
     if compat.coordination_client() is None or group in _connected:
         return
     channel = Channel(f"devices/{hashlib.sha256(str([d.id for d in group]).encode()).hexdigest()}")
-    try:
-        channel.all_gather("here", b"", sorted({d.process_index for d in group}))
-    except ProcessFailed as error:
-        raise exchange_error() from error
+    channel.all_gather("here", b"yes", sorted({d.process_index for d in group}))
     _connected.add(group)
 
 

@@ -117,7 +117,7 @@ def save_safetensors(
     # All that decides what is written where, and which exchanges of arrays that takes.
     note = f"{os.fspath(path)!r}, {max_shard_size=}, {metadata=}, {writer=}, {budget=}"
     agreement = functools.partial(shared_values, tensors, note, count)
-    with agreed_rounds("save_safetensors", agreement) as (rounds, shared):
+    with agreed_rounds(agreement) as (rounds, shared):
         failures = Failures(rounds, directory, total)
         destination = Destination(directory, single, total)
         with failures.caught():

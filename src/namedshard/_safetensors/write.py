@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from namedshard._errors import CheckpointError, NarrowingError, human_bytes, message
+from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes, message
 from namedshard._processes.coordination import (
     ProcessFailed,
     Rounds,
@@ -87,23 +87,23 @@ class Failures:
             raise self._first
         self._rounds.exchanging = exchanging
         try:
-            found = self._rounds.all_gather(dict(content or {}) | self._report())
+            found = self._rounds.gather(dict(content or {}) | self._report())
             failed = {process: report for process, report in enumerate(found) if "error" in report}
             if not failed:
                 return found
             self.placed = found[0].get("placed", False)
-        except ProcessFailed as error:
-            failed = {error.process: {"error": error.reason}}
+        except (ProcessFailed, ExchangeError) as error:
             self.placed = None if placing else False
             if self._first is None and exchange_failure():
                 headline = f"{self._what} is not saved: an exchange of arrays between processes broke off"
                 raise exchange_error(headline + self._before()) from error
+            failed = {error.process: {"error": error.reason}} if isinstance(error, ProcessFailed) else {}
         # All processes know of the failure, and none starts an exchange.
         self._rounds.exchanging = False
         if self._first is None:
-            raise self._error_elsewhere(*next(iter(failed.items())))
+            raise self._error(*next(iter(failed.items())))
         if self._of_writing:
-            raise self._not_written(self._report()["error"]) from self._first
+            raise self._error(self._rounds.me, self._report()) from self._first
         raise self._first
 
     def _report(self) -> Mapping[str, Any]:
@@ -116,22 +116,19 @@ class Failures:
         whole = {"text": str(self._first)} if type(self._first) is CheckpointError else {}
         return {"error": first_line(self._first)} | whole
 
-    def _error_elsewhere(self, process: int, report: Mapping[str, Any]) -> CheckpointError:
+    def _error(self, process: int, report: Mapping[str, Any]) -> CheckpointError:
+        """The error for the failure of a process."""
         if "text" in report:
             return CheckpointError(report["text"])
-        if report.get("of_writing"):
-            return self._not_written(f"it failed on process {process}: {report['error']}")
-        return CheckpointError(
-            message(
-                f"{self._what} is not saved: process {process} broke off: {report['error']}{self._before()}",
-                fix=f"see to the error of process {process}, and save again on every process",
-            )
-        )
-
-    def _not_written(self, why: str) -> CheckpointError:
-        return CheckpointError(
-            message(f"{self._what} cannot be written: {why}{self._before()}", fix="free some space, or save elsewhere")
-        )
+        why, fix = report["error"], "free some space, or save elsewhere"
+        if not report.get("of_writing"):
+            why = f"is not saved: process {process} broke off: {why}"
+            fix = f"see to the error of process {process}, and save again on every process"
+        elif process == self._rounds.me:
+            why = f"cannot be written: {why}"
+        else:
+            why = f"cannot be written: it failed on process {process}: {why}"
+        return CheckpointError(message(f"{self._what} {why}{self._before()}", fix=fix))
 
     def _before(self) -> str:
         if self.placed is None:
