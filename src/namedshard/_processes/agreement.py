@@ -64,7 +64,7 @@ def describe_leaf(path: str, x: Any, target: Sharding | str = "", *, host: bool 
     if not host:
         return LeafDescription(path, aval, fingerprint_sharding(x.sharding), to, local=x.is_fully_addressable)
     value = np.asarray(jax.random.key_data(x) if compat.is_key_array(x) else x)
-    return LeafDescription(path, aval, _fingerprint_value(value), to, host=True)
+    return LeafDescription(path, aval, fingerprint_value(value), to, host=True)
 
 
 def fingerprint_sharding(sharding: Sharding) -> str:
@@ -80,7 +80,7 @@ def fingerprint_sharding(sharding: Sharding) -> str:
     return f"{kind} {devices} in {sharding.memory_kind}"
 
 
-def _fingerprint_value(value: np.ndarray) -> str:
+def fingerprint_value(value: np.ndarray) -> str:
     """A hash of a value's bytes in C order, made in small parts."""
     found = hashlib.blake2b(digest_size=16)
     flags = ("external_loop", "buffered", "zerosize_ok")

@@ -87,7 +87,7 @@ class Failures:
             raise self._first
         self._rounds.exchanging = exchanging
         try:
-            found = self._rounds.gather(dict(content or {}) | self._report())
+            found = self._rounds.gather({**(content or {}), **self._report()})
             failed = {process: report for process, report in enumerate(found) if "error" in report}
             if not failed:
                 return found
