@@ -124,9 +124,9 @@ def collective_timeout(seconds: int | float) -> Generator[None, None, None]:
 
 
 def _verdict(channel: Channel, digest: bytes, end: float) -> bool | list[int]:
-    """Whether all processes make the same call; or the processes that did not make it in time.
+    """True if all processes make the same call, False if not, or the processes that did not make it in time.
 
-    The first verdict published is that of all processes, also of those that come later.
+    The first verdict published holds for all processes, also for late ones.
     """
     me, members = jax.process_index(), range(jax.process_count())
     if me == 0:
@@ -141,7 +141,7 @@ def _verdict(channel: Channel, digest: bytes, end: float) -> bool | list[int]:
 
 
 def _withdraw(channel: Channel, error: BaseException) -> None:
-    """Publish that this process does not make the call after all; if all have agreed, that it fails in it."""
+    """Publish that this process does not make the call; if all have agreed already, publish a failed exchange."""
     # The service may be what died.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if json.loads(channel.publish("verdict", json.dumps([jax.process_index()]).encode())) is True:
@@ -149,7 +149,7 @@ def _withdraw(channel: Channel, error: BaseException) -> None:
 
 
 class _Calls:
-    """The calls of this process so far, of which the n-th belongs with the n-th of every other process."""
+    """Numbers the calls of this process: its n-th call belongs with the n-th call of every other process."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -174,7 +174,7 @@ class _Calls:
                 _withdraw(channel, error)
                 raise
             if isinstance(verdict, bool):
-                # All have come to this call, so none of them still reads messages of earlier ones.
+                # Every process has come to this call, so none still reads messages of earlier ones.
                 for old in self._channels[:-1] if jax.process_index() == 0 else ():
                     old.delete()
                 self._channels = [channel]
@@ -192,8 +192,8 @@ def agree(
 ) -> frozenset[int]:
     """Make sure that all processes make this call with the same leaves.
 
-    Once a process gives up waiting, those that come later join in the next call instead: after an error on every
-    process the job is in step again.
+    Once a process times out, late processes join the next call instead: after an error on every process the job is
+    in step again.
 
     Args:
         what: The function called.
@@ -222,7 +222,7 @@ def agree(
         return frozenset()
     if verdict:
         raise _absent(what, verdict, missed)
-    # The others may get all texts even if this process does not, and go on.
+    # Other processes may get all texts and continue, even if this process does not.
     with guard_exchange():
         end = time.monotonic() + _limit.seconds + GRACE_S
         texts = channel.all_gather("text", zlib.compress(_encode(call, leaves)), range(jax.process_count()), end)
@@ -321,9 +321,9 @@ def _out_of_step(what: str, process: int, first: str, other: str) -> OutOfStepEr
 
 @contextlib.contextmanager
 def agreed_rounds(agreement: Callable[[], T]) -> Generator[tuple[Rounds, T]]:
-    """Rounds of all processes, and what the function returned in which they `agree` on a call.
+    """Run ``agreement``, in which all processes `agree` on a call; yields rounds of that call and what it returned.
 
-    If this process leaves by an exception, that is published: the others may have agreed, and be waiting.
+    An exception in it or in the context is published, since the others may have agreed and wait for this process.
     """
     before, rounds = _calls.count, None
     try:

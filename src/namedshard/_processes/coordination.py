@@ -90,15 +90,15 @@ class Channel:
         return content
 
     def wait(self, name: str, end: float = math.inf, process: int = -1) -> bytes | None:
-        """Wait for the message that a process is to publish, until ``end`` by ``time.monotonic()``.
+        """Wait for a message until ``end`` (``time.monotonic()``), or return None.
 
         Raises:
-            ProcessFailed: The process published its failure instead.
+            ProcessFailed: ``process``, which should publish the message, published its failure instead.
             ExchangeError: An exchange of arrays failed on any process.
         """
         reason = ""
         while True:
-            # Nothing interrupts a call of the client, so each is short.
+            # Ctrl-C does not interrupt a call of the client, so each is short.
             seconds = max(0.001, min(POLL_S, end - time.monotonic()))
             try:
                 return self._client.blocking_key_value_get_bytes(self._prefix + name, int(seconds * 1000))
@@ -142,10 +142,10 @@ class Channel:
 
 
 class Rounds(Channel):
-    """Rounds of one call; in each, all processes publish a message (JSON) and wait for those of the others.
+    """Rounds of one call. In each, all processes publish a message (JSON) and wait for those of the others.
 
     Attributes:
-        exchanging: That the others may be in an exchange of arrays, or start one, without another round before it.
+        exchanging: Whether other processes may be in an exchange of arrays, or start one before the next round.
     """
 
     def __init__(self, scope: str) -> None:
@@ -154,8 +154,8 @@ class Rounds(Channel):
         self.exchanging = False
         self._numbers = itertools.count()
 
-    def gather(self, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Each process's message of this round; raises as `wait` does."""
+    def next_round(self, content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Publish this process's message, and return those of all; raises as `wait` does."""
         if self.count == 1:
             return [content]
         name, end = f"round/{next(self._numbers)}", time.monotonic() + LONGEST_ROUND_S
@@ -186,9 +186,9 @@ def publish_exchange_failure(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def guard_exchange(shared: bool = True) -> Generator[None]:
-    """Publish an error raised in here, where the processes exchange arrays; does nothing unless ``shared``.
+    """Publish an error raised in the context, where processes exchange arrays; does nothing unless ``shared``.
 
-    Those that wait for this process cannot go on, and no later exchange could tell their pieces from its own.
+    Processes that wait for this one cannot continue, and a later exchange could receive what this one has sent.
     """
     try:
         yield
@@ -229,9 +229,9 @@ def run_watched(call: Callable[[], T]) -> T:
 
 
 def wait_for_processes(devices: Sequence[Device]) -> None:
-    """Wait until all processes that own these devices are here, before their first exchange of arrays.
+    """Wait until all processes that own these devices call this, before their first exchange of arrays.
 
-    They connect in it, which must take less than half a minute; one of them may still be writing to a slow disk.
+    In that they connect, which times out after 30 s, but one of them may still be writing to a slow disk.
 
     Raises:
         ExchangeError: An exchange failed on any process.
@@ -247,7 +247,7 @@ def wait_for_processes(devices: Sequence[Device]) -> None:
 def exchange_error(
     headline: str = "the exchange of arrays between processes broke off: a process died, or failed, or the network did",
 ) -> ExchangeError:
-    """The error for what an exchange that failed has ended, with the reason."""
+    """The error for what failed because an exchange did, with the reason."""
     return ExchangeError(
         message(headline, EXCHANGE_FAILURE, fix="look for the first error among all processes, and start the job again")
     )

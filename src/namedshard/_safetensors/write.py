@@ -43,11 +43,11 @@ class File:
 
 
 class Failures:
-    """The first error of this process, kept until the next round, since the others wait for this process in it.
+    """Keeps the first error of this process until the next round, in which the other processes wait for it.
 
     Attributes:
-        broken: That this process can take part in no more exchanges of arrays.
-        placed: Whether the new checkpoint is in place. Known only after a round that failed on all processes.
+        broken: Whether this process can no longer take part in exchanges of arrays.
+        placed: Whether the new checkpoint is in place; None before a round fails, and if it isn't known then.
     """
 
     def __init__(self, rounds: Rounds, where: str, nbytes: int) -> None:
@@ -87,7 +87,7 @@ class Failures:
             raise self._first
         self._rounds.exchanging = exchanging
         try:
-            found = self._rounds.gather({**(content or {}), **self._report()})
+            found = self._rounds.next_round({**(content or {}), **self._report()})
             failed = {process: report for process, report in enumerate(found) if "error" in report}
             if not failed:
                 return found
@@ -98,7 +98,7 @@ class Failures:
                 headline = f"{self._what} is not saved: an exchange of arrays between processes broke off"
                 raise exchange_error(headline + self._before()) from error
             failed = {error.process: {"error": error.reason}} if isinstance(error, ProcessFailed) else {}
-        # All processes know of the failure, and none starts an exchange.
+        # Every process raises now, so none starts an exchange.
         self._rounds.exchanging = False
         if self._first is None:
             raise self._error(*next(iter(failed.items())))
@@ -107,7 +107,7 @@ class Failures:
         raise self._first
 
     def _report(self) -> Mapping[str, Any]:
-        """This process's failure, for the others."""
+        """This process's failure as part of its message."""
         if self._first is None:
             return {}
         if self._of_writing:
