@@ -27,7 +27,7 @@ import namedshard as ns
 from benchmarks._harness import duration, text_table
 from namedshard._place import exchange
 from namedshard._place import transfer as collective
-from namedshard._processes import sync
+from namedshard._processes import agreement
 
 PROCESSES, DEVICES = 2, 4
 MIB = 1 << 20
@@ -205,13 +205,16 @@ def _moves(size: int, rounds: int) -> dict[str, Any]:
 
 
 def _agreement(rounds: int) -> dict[str, float]:
-    def lines(count: int) -> list[sync.Line]:
-        return [sync.Line(f"layers[{i}].weight", "float32[4096,4096]", "P('x', 'y')", "P('y')") for i in range(count)]
+    def described(count: int) -> list[agreement.LeafDescription]:
+        return [
+            agreement.LeafDescription(f"layers[{i}].weight", "float32[4096,4096]", "P('x', 'y')", "P('y')")
+            for i in range(count)
+        ]
 
-    few, many = lines(1), lines(1000)
+    few, many = described(1), described(1000)
     return {
-        "1 leaf": _median(lambda: sync.agree("shard", few), rounds),
-        "1000 leaves": _median(lambda: sync.agree("shard", many), rounds),
+        "1 leaf": _median(lambda: agreement.agree("shard", few), rounds),
+        "1000 leaves": _median(lambda: agreement.agree("shard", many), rounds),
     }
 
 

@@ -65,7 +65,7 @@ from namedshard._plan.specs import physical_axis_size as physical_axis_size
 from namedshard._plan.specs import pspec_for as pspec_for
 from namedshard._plan.specs import round_axis_for_partitioning as round_axis_for_partitioning
 from namedshard._plan.specs import sharding_for as sharding_for
-from namedshard._processes.sync import collective_timeout as collective_timeout
+from namedshard._processes.agreement import collective_timeout as collective_timeout
 from namedshard._safetensors.header import TensorInfo as TensorInfo
 from namedshard._safetensors.index import read_header as read_header
 from namedshard._safetensors.load import load_safetensors as load_safetensors

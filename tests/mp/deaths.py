@@ -16,8 +16,7 @@ from mp.checkpoints import folder
 from mp.moves import PLACES
 from mp.tools import COUNT, ME, equal, mesh, message_of, named, own, put, together, values
 from namedshard._place import transfer as collective
-from namedshard._processes import sync as _sync
-from namedshard._processes.meetings import Meeting
+from namedshard._processes.coordination import Channel
 
 # The cases are alone in their job, and its processes cannot meet at its end.
 ALONE = True
@@ -188,15 +187,15 @@ def case_a_failure_before_anything_is_sent() -> None:
 def case_a_failure_when_all_have_agreed() -> None:
     """It is interrupted, and the others go on."""
     tree = big()
-    real = _sync._Board.read
+    real = Channel.wait
 
-    def read(*args: Any, **options: Any) -> Any:
+    def wait(*args: Any, **options: Any) -> Any:
         real(*args, **options)
-        _sync._Board.read = real
+        Channel.wait = real
         raise KeyboardInterrupt
 
     if ME == VICTIM:
-        _sync._Board.read = read
+        Channel.wait = wait
         message_of(KeyboardInterrupt, lambda: ns.to_host(tree))
     else:
         said = message_of(ns.ExchangeError, lambda: ns.to_host(tree))
@@ -207,20 +206,18 @@ def case_a_failure_when_all_have_agreed() -> None:
 def case_a_failure_between_two_files_of_a_save() -> None:
     """It is interrupted in the round that ends the first, and the others go on to the next."""
     tree, path = big(), folder() / "model"
-    real = Meeting._hear
-    heard: list[int] = []
+    real = Channel.wait
 
-    def hear(*args: Any) -> Any:
-        heard.append(1)
-        if len(heard) == COUNT + 1:
+    def wait(self: Channel, name: str, *args: Any) -> Any:
+        if name.startswith("round/1/"):
             raise KeyboardInterrupt
-        return real(*args)
+        return real(self, name, *args)
 
     def save() -> None:
         ns.save_safetensors(tree, path, max_shard_size=tree["0"].array.nbytes + 1, writer="main")
 
     if ME == VICTIM:
-        Meeting._hear = hear
+        Channel.wait = wait
         message_of(KeyboardInterrupt, save)
     else:
         # They notice in the exchange, or in the round after it.

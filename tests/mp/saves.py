@@ -17,13 +17,13 @@ import namedshard as ns
 from mp import tools
 from mp.checkpoints import LINE, VALUE, everybody, folder, placed, verify
 from mp.tools import COUNT, ME, equal, message_of, own, put
-from namedshard._processes import meetings as _together
-from namedshard._processes.meetings import Meeting
+from namedshard._processes import coordination as _coordination
+from namedshard._processes.coordination import Rounds
 from namedshard._safetensors import save as _save
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.write import FileWriter
 
-_together.GLANCE_S = 0.1
+_coordination.POLL_S = 0.1
 _save.VISIBLE_S = 0.2
 LAST = COUNT - 1
 SHARD = VALUE.nbytes + 1
@@ -132,7 +132,7 @@ def case_processes_that_leave_between_the_rounds() -> list[str]:
             tree = {"a": VALUE + 5, "b": VALUE + 6}
             # The last one cannot know that its word has not been heard, and the index not been written.
             kept = ["model-2-00002-of-00002.safetensors"] if (process, at) == (LAST, 4) else []
-            with patched(Meeting, "say", raising(KeyboardInterrupt(), at), process=process):
+            with patched(Rounds, "next_round", raising(KeyboardInterrupt(), at), process=process):
                 call = functools.partial(ns.save_safetensors, tree, path, max_shard_size=SHARD)
                 out.append(told(path, call, kept))
     return out
@@ -140,7 +140,7 @@ def case_processes_that_leave_between_the_rounds() -> list[str]:
 
 def case_a_process_that_leaves_when_all_is_done() -> str:
     path = before("done")
-    with patched(Meeting, "say", raising(KeyboardInterrupt(), 5), process=0):
+    with patched(Rounds, "next_round", raising(KeyboardInterrupt(), 5), process=0):
         try:
             ns.save_safetensors({"a": VALUE + 5, "b": VALUE + 6}, path, max_shard_size=SHARD)
             said = "nothing"

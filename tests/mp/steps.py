@@ -15,9 +15,8 @@ import namedshard as ns
 from mp.moves import PLACES, make
 from mp.tools import COUNT, DEVICES, ME, check, equal, mesh, message_of, named, own, patched, put, together, values
 from namedshard._jaxcompat import coordination_client
-from namedshard._processes import breaks
-from namedshard._processes import sync as _sync
-from namedshard._processes.sync import agree
+from namedshard._processes.agreement import agree
+from namedshard._processes.coordination import Channel, wait_for_processes
 
 ALL, MAPPING, _ = PLACES["all"]
 OTHER = PLACES["reversed"][0]
@@ -223,7 +222,7 @@ def case_a_process_that_is_interrupted_while_it_waits() -> None:
 
     for process in (0, 1):
         if process == ME:
-            with patched(_sync._Board, "read", interrupted):
+            with patched(Channel, "wait", interrupted):
                 message_of(KeyboardInterrupt, lambda: ns.shard(x(), MAPPING, OTHER))
         together()
         if process != ME:
@@ -273,7 +272,7 @@ def case_who_is_to_connect_waits_for_the_last() -> None:
     if ME == 1:
         time.sleep(2.5)
         client.key_value_set("last/is here", "yes")
-    breaks.meet(group)
+    wait_for_processes(group)
     # Read without waiting.
     equal(dict(client.key_value_dir_get("last/")), {"last/is here": "yes"})
 

@@ -29,7 +29,7 @@ from namedshard._place.shard import check_memory_kind, shard
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, resolve_mesh
-from namedshard._processes.breaks import refuse_compiled
+from namedshard._processes.coordination import refuse_compiled
 from namedshard._types import Tracer
 
 

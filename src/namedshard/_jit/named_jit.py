@@ -23,7 +23,7 @@ from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf, is_array_like
 from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, context_mesh, describe
-from namedshard._processes.breaks import BROKEN, refuse_compiled
+from namedshard._processes.coordination import EXCHANGE_FAILURE, refuse_compiled
 from namedshard._types import PyTree, PyTreeDef, Tracer
 
 _NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
@@ -58,7 +58,7 @@ class NamedJit:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function; traces and compiles when the signature is new."""
         store = self._store
-        if BROKEN:
+        if EXCHANGE_FAILURE:
             refuse_compiled(self._name, jax.tree_util.tree_leaves((*self._prefix, args, kwargs)), context_mesh())
         call, leaves = self._find(args, kwargs)
         program = call.program

@@ -1,6 +1,6 @@
 """`to_host` and `iter_to_host`: whole arrays as numpy, on every process or on one, in a bounded stream."""
 
-import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from namedshard._errors import DeletedArrayError, TracedMoveError, count_of, mes
 from namedshard._place import exchange as ex
 from namedshard._place import transfer as collective
 from namedshard._plan.leaves import Leaf, named_leaves
-from namedshard._processes.breaks import breaking_off
-from namedshard._processes.sync import Line, agree
+from namedshard._processes.agreement import LeafDescription, agree, describe_leaf
+from namedshard._processes.coordination import guard_exchange
 from namedshard._types import Device, Tracer
 
 UNCOMMITTED = "uncommitted"
@@ -68,13 +68,12 @@ def _refuse_deleted(what: str, leaves: Sequence[Leaf]) -> None:
         )
 
 
-def _line(leaf: Leaf, process: int | None) -> Line:
+def _describe(leaf: Leaf, process: int | None) -> LeafDescription:
     x = leaf.value
     target = "every process" if process is None else f"process {process}"
-    if not x.committed and x.is_fully_addressable:
-        return Line(leaf.path, collective.type_text(x), UNCOMMITTED, target, local=True)
-    where = collective.sharding_text(x.sharding)
-    return Line(leaf.path, collective.type_text(x), where, target, local=x.is_fully_addressable)
+    described = describe_leaf(leaf.path, x, target)
+    uncommitted = not x.committed and x.is_fully_addressable
+    return dataclasses.replace(described, source=UNCOMMITTED) if uncommitted else described
 
 
 def _receivers(process: int | None, turn: int) -> tuple[Device, ...]:
@@ -105,10 +104,11 @@ def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str)
         out = [np.empty(x.shape, x.dtype) if keep else None for x in types]
         own = set(range(len(leaves)))
         if jax.process_count() > 1:
-            lines = [_line(leaf, process) for leaf in leaves]
-            own = agree(what, lines, f"budget={budget}") | {i for i, n in enumerate(lines) if n.source == UNCOMMITTED}
+            described = [_describe(leaf, process) for leaf in leaves]
+            own = agree(what, described, f"budget={budget}", local_arrays=True)
+            own |= {i for i, leaf in enumerate(described) if leaf.source == UNCOMMITTED}
         shared = [i for i in range(len(leaves)) if i not in own]
-        with breaking_off() if shared else contextlib.nullcontext():
+        with guard_exchange(bool(shared)):
             arrays = [collective.raw(leaf.value) for leaf in leaves]
             mine = sorted(own) if keep else []
             devices = [(next(iter(arrays[i].sharding.addressable_devices)),) for i in mine]

@@ -6,23 +6,21 @@ devices, and `exchange` where they do not.
 """
 
 import collections
-import contextlib
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from namedshard import _jaxcompat as compat
 from namedshard._place import boxes, moves
 from namedshard._place import exchange as ex
 from namedshard._place.route import CHUNK_BYTES, Route
-from namedshard._processes.breaks import breaking_off, meet, watched
-from namedshard._processes.sync import Line, agree, refuse_local
+from namedshard._processes.agreement import agree, describe_leaf
+from namedshard._processes.coordination import guard_exchange, run_watched, wait_for_processes
 from namedshard._types import Device
 
 
@@ -63,12 +61,11 @@ def _run(work: Sequence[moves.Move]) -> None:
     for move in work:
         ways[_way(move)].append(move)
     exchanged = _Exchange(ways[Route.COLLECTIVE])
-    local = agree("shard", [_line(m) for m in work])
-    refuse_local("shard", [work[i].path for i in sorted(local)])
-    with breaking_off() if ways[Route.CONSTRAIN_JIT] or ways[Route.COLLECTIVE] else contextlib.nullcontext():
+    agree("shard", [describe_leaf(m.path, m.value, m.want, host=m.route is Route.FROM_HOST) for m in work])
+    with guard_exchange(bool(ways[Route.CONSTRAIN_JIT] or ways[Route.COLLECTIVE])):
         if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
             moves.constrain_jit(compiled)
-            watched(lambda: jax.block_until_ready([move.result for move in compiled]))
+            run_watched(lambda: jax.block_until_ready([move.result for move in compiled]))
         exchanged.run()
     for move in ways[Route.FROM_HOST]:
         _from_host(move)
@@ -205,7 +202,7 @@ def exchange(
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
 
-    To be called within `breaking_off`, with all that leads to it after the processes have agreed to the call.
+    To be called within `guard_exchange`, with all that leads to it after the processes have agreed to the call.
 
     Args:
         arrays: Global arrays (no typed keys).
@@ -238,7 +235,7 @@ def exchange(
             for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
                 write(leaf, piece, box, read(leaf, piece, box))
     if schedule.streams or any(d.process_index == jax.process_index() for d in schedule.devices):
-        meet(schedule.devices)
+        wait_for_processes(schedule.devices)
         for phase in schedule.phases:
             _run_phase(schedule, phase, [x.dtype for x in arrays], read, write)
 
@@ -301,46 +298,7 @@ def _program(
             )
             for memories in outgoing
         ]
-        arrived = watched(lambda: jax.block_until_ready(permuted(*slots)))
+        arrived = run_watched(lambda: jax.block_until_ready(permuted(*slots)))
         return [{position[s.device]: np.asarray(s.data) for s in x.addressable_shards} for x in arrived]
 
     return step
-
-
-# --- what each process says of a move ---------------------------------------------------------------------------------
-
-
-def type_text(x: Any) -> str:
-    """``"float32[8,16]"``."""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
-def sharding_text(sharding: Sharding) -> str:
-    """A sharding in words that are equal on two processes only if the shardings are."""
-    devices = [d.id for d in compat.device_order(sharding)]
-    if isinstance(sharding, NamedSharding):
-        axes, entries = dict(sharding.mesh.shape), list(sharding.spec)
-        # JAX leaves out or adds dimensions that are not split, and not alike on all processes.
-        while entries and not entries[-1]:
-            entries.pop()
-        return f"{PartitionSpec(*entries)} of {axes} on devices {devices} in {sharding.memory_kind}"
-    kind = "device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
-    return f"{kind} {devices} in {sharding.memory_kind}"
-
-
-def _line(move: moves.Move) -> Line:
-    x = move.value
-    target = sharding_text(move.want)
-    if move.route is Route.FROM_HOST:
-        value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
-        return Line(move.path, type_text(x), digest(value), target, host=True)
-    return Line(move.path, type_text(x), sharding_text(x.sharding), target, local=x.is_fully_addressable)
-
-
-def digest(value: np.ndarray) -> str:
-    """A hash of a value's bytes in C order, made in small parts."""
-    found = hashlib.blake2b(digest_size=16)
-    flags = ("external_loop", "buffered", "zerosize_ok")
-    for part in np.nditer(value, flags, order="C", buffersize=1 << 16):
-        found.update(np.ascontiguousarray(part).view(np.uint8))
-    return found.hexdigest()

@@ -1,1 +1,1 @@
-"""EFFECTS. Processes wait for each other, and are told when one of them fails."""
+"""EFFECTS. Coordinates the processes of a job through the key-value store of ``jax.distributed``."""

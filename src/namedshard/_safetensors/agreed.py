@@ -1,25 +1,17 @@
-"""EFFECTS. Do all processes save the same? And which of its arrays does it take all of them to get at?"""
+"""EFFECTS. Checks that all processes save the same, and finds the arrays that only all of them together can read."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from namedshard._place.transfer import digest, sharding_text, type_text
-from namedshard._processes.sync import Line, agree, refuse_local
+from namedshard._processes.agreement import LeafDescription, agree, describe_leaf
 from namedshard._safetensors.outgoing import Outgoing
 
 
 def _on_host(value: Any) -> bool:
     """True for what `shard` too takes for a value that every process has: numpy, and arrays nobody has placed."""
     return not isinstance(value, jax.Array) or (not value.committed and value.is_fully_addressable)
-
-
-def _line(path: str, value: Any) -> Line:
-    if _on_host(value):
-        return Line(path, type_text(value), digest(np.asarray(value)), "", host=True)
-    return Line(path, type_text(value), sharding_text(value.sharding), "", local=value.is_fully_addressable)
 
 
 def shared_values(tensors: Sequence[Outgoing], note: str, count: int) -> frozenset[int]:
@@ -35,10 +27,9 @@ def shared_values(tensors: Sequence[Outgoing], note: str, count: int) -> frozens
     values: dict[str, Any] = {}
     for tensor in tensors:
         values |= zip(tensor.paths, (value for value, _ in tensor.parts), strict=True)
-    lines = [_line(path, value) for path, value in values.items()]
-    lines += [Line(t.name, f"{t.dtype}{list(t.shape)}", f"leaf {', '.join(t.paths)}", "") for t in tensors]
-    local = agree("save_safetensors", lines, note=note)
-    refuse_local("save_safetensors", [lines[i].path for i in sorted(local)])
+    described = [describe_leaf(path, value, host=_on_host(value)) for path, value in values.items()]
+    described += [LeafDescription(t.name, f"{t.dtype}{list(t.shape)}", f"leaf {', '.join(t.paths)}") for t in tensors]
+    agree("save_safetensors", described, note)
     everywhere = set(range(count))
     return frozenset(
         id(value) for value in values.values() if not _on_host(value) and not _replicated(value, everywhere)

@@ -1,6 +1,6 @@
 """`save_safetensors`: from any placement to files that appear only when they are whole."""
 
-import contextlib
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 
 from namedshard._errors import CheckpointError, message
 from namedshard._place.gather import parse_bytes
-from namedshard._processes.meetings import Meeting, meeting, processes
+from namedshard._processes.agreement import agreed_rounds
+from namedshard._processes.coordination import Rounds, processes
 from namedshard._safetensors.agreed import shared_values
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.destination import Destination
@@ -115,10 +116,9 @@ def save_safetensors(
     total = sum(t.nbytes for t in tensors)
     # All that decides what is written where, and which exchanges of arrays that takes.
     note = f"{os.fspath(path)!r}, {max_shard_size=}, {metadata=}, {writer=}, {budget=}"
-    with contextlib.ExitStack() as saving:
-        together, shared = saving.enter_context(meeting(lambda: shared_values(tensors, note, count)))
-        failures = Failures(together, directory, total)
-        saving.enter_context(failures.told())
+    agreement = functools.partial(shared_values, tensors, note, count)
+    with agreed_rounds(agreement) as (rounds, shared):
+        failures = Failures(rounds, directory, total)
         destination = Destination(directory, single, total)
         with failures.caught():
             if me == 0:
@@ -134,15 +134,15 @@ def save_safetensors(
                 for first in range(0, len(files), owners):
                     for file in files[first : first + owners]:
                         writing.write(file)
-                    failures.exchanging = False
+                    rounds.exchanging = False
                     more = any(map(writing.exchanged, files[first + owners :]))
                     names_of = {os.path.basename(p.final): p.name for p in writing.partials}
                     written = [said["files"] for said in failures.round({"files": names_of}, exchanging=more)]
                 with failures.caught(of_writing=True):
                     if me == 0 and destination.indexed:
                         destination.write_index(files)
-                _check_visible(together, failures, directory, written)
-                _publish(together, failures, destination, writing.partials)
+                _check_visible(rounds, failures, directory, written)
+                _publish(rounds, failures, destination, writing.partials)
             finally:
                 for partial in writing.partials:
                     partial.close()
@@ -156,14 +156,14 @@ def owners_of(writer: str, count: int) -> int:
     return count if writer == "all" else 1
 
 
-def _check_visible(together: Meeting, failures: Failures, directory: str, written: Sequence[Mapping[str, str]]) -> None:
+def _check_visible(rounds: Rounds, failures: Failures, directory: str, written: Sequence[Mapping[str, str]]) -> None:
     """Make sure that process 0 sees the files of all the others, before it refers to them."""
     if not any(written[1:]):
         return
     with failures.caught(of_writing=True):
-        unseen = _unseen(directory, written) if together.me == 0 and not failures else {}
-        # Who has left takes its files along, and is told of in the next round.
-        if unseen and not any(together.has_left(process) for process in unseen):
+        unseen = _unseen(directory, written) if rounds.me == 0 and not failures else {}
+        # A process that failed removes its files; the next round reports why.
+        if unseen and not any(rounds.failure(process) for process in unseen):
             raise CheckpointError(
                 message(
                     f"{directory} is not one directory that all processes share: process 0 does not see files of"
@@ -187,7 +187,7 @@ def _unseen(directory: str, written: Sequence[Mapping[str, str]]) -> dict[int, l
         time.sleep(0.1)
 
 
-def _publish(together: Meeting, failures: Failures, destination: Destination, partials: Sequence[PartialFile]) -> None:
+def _publish(rounds: Rounds, failures: Failures, destination: Destination, partials: Sequence[PartialFile]) -> None:
     """Name the files, as nothing refers to yet; then the index, which does; then remove what was before."""
     try:
         if destination.indexed:
@@ -196,12 +196,12 @@ def _publish(together: Meeting, failures: Failures, destination: Destination, pa
                     destination.name_shards(partials)
             failures.round()
         with failures.caught(of_writing=True):
-            if together.me == 0:
+            if rounds.me == 0:
                 destination.publish(partials)
         failures.round({"placed": destination.placed}, placing=True)
     except BaseException:
         # Files that an index may name stay: only process 0, which writes it, knows that there is none.
-        unnamed = not destination.placed if together.me == 0 else failures.known and failures.placed is False
+        unnamed = not destination.placed if rounds.me == 0 else failures.placed is False
         if destination.indexed and unnamed:
             for partial in partials:
                 partial.withdraw()

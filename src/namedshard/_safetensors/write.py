@@ -13,9 +13,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from namedshard._errors import CheckpointError, NarrowingError, human_bytes, message
-from namedshard._processes import breaks
-from namedshard._processes.meetings import Left, Meeting, first_line
+from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes, message
+from namedshard._processes.coordination import (
+    ProcessFailed,
+    Rounds,
+    exchange_error,
+    exchange_failure,
+    first_line,
+    guard_exchange,
+)
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
 from namedshard._safetensors.layout import leaf_bounds
@@ -37,21 +43,17 @@ class File:
 
 
 class Failures:
-    """Errors of this process, kept until all processes have come to the same point: none may wait for one that left.
+    """Keeps the first error of this process until the next round, in which the other processes wait for it.
 
     Attributes:
-        broken: That this process can take part in no more exchanges of arrays.
-        exchanging: That the others may be in an exchange of arrays, or go on to one, without another round before it.
-        known: That the last round has failed, on all processes that came to it.
-        placed: Whether the new checkpoint is in place already; None if that is not known here.
+        broken: Whether this process can no longer take part in exchanges of arrays.
+        placed: Whether the new checkpoint is in place; None before a round fails, and if it isn't known then.
     """
 
-    def __init__(self, meeting: Meeting, where: str, nbytes: int) -> None:
+    def __init__(self, rounds: Rounds, where: str, nbytes: int) -> None:
         self.broken = False
-        self.exchanging = False
-        self.known = False
-        self.placed: bool | None = False
-        self._meeting = meeting
+        self.placed: bool | None = None
+        self._rounds = rounds
         self._what = f"{where}: the checkpoint ({human_bytes(nbytes)})"
         self._first: BaseException | None = None
         self._of_writing = False
@@ -60,7 +62,7 @@ class Failures:
         return self._first is not None
 
     def add(self, error: BaseException, *, of_writing: bool = False) -> None:
-        """One more; the first is told of."""
+        """Add an error; only the first is reported."""
         if self._first is None:
             self._first, self._of_writing = error, of_writing and isinstance(error, OSError)
 
@@ -72,78 +74,61 @@ class Failures:
         except BaseException as error:
             self.add(error, of_writing=of_writing)
 
-    @contextlib.contextmanager
-    def told(self) -> Generator[None]:
-        """Tell the others if this process leaves while they may wait for it in an exchange of arrays."""
-        try:
-            yield
-        except BaseException as error:
-            if self.exchanging and not self.known:
-                breaks.tell(error)
-            raise
-
     def round(
-        self, word: Mapping[str, Any] | None = None, *, placing: bool = False, exchanging: bool = False
+        self, content: Mapping[str, Any] | None = None, *, placing: bool = False, exchanging: bool = False
     ) -> list[Mapping[str, Any]]:
-        """Each process's word; raises on every process if any of them has failed. A collective.
+        """Each process's message; raises on every process if any of them has failed. A collective.
 
         ``placing``: process 0 has tried to put the new checkpoint in place. ``exchanging``: an exchange of arrays
         follows, if nobody has failed.
         """
         if self.broken and self._first is not None:
-            # Who has died does not come to a round, and JAX ends those who wait for it.
+            # A process that died does not come to a round, and JAX ends those that wait for it.
             raise self._first
-        self.exchanging = exchanging
+        self._rounds.exchanging = exchanging
         try:
-            words = self._meeting.say(dict(word or {}) | self._report())
-        except Left as left:
-            self.known, self.placed = True, None if placing else False
-            if self._first is None and breaks.noticed():
-                raise breaks.ended(
-                    f"{self._what} is not saved: an exchange of arrays between processes broke off{self._before()}"
-                ) from left
-            raise self._own() or self._elsewhere(left.process, {"error": left.why}) from (self._first or left)
-        self.placed = words[0].get("placed", False)
-        failed = [process for process, said in enumerate(words) if "error" in said]
-        self.known = bool(failed)
-        if failed:
-            raise self._own() or self._elsewhere(failed[0], words[failed[0]]) from self._cause()
-        return words
+            found = self._rounds.next_round({**(content or {}), **self._report()})
+            failed = {process: report for process, report in enumerate(found) if "error" in report}
+            if not failed:
+                return found
+            self.placed = found[0].get("placed", False)
+        except (ProcessFailed, ExchangeError) as error:
+            self.placed = None if placing else False
+            if self._first is None and exchange_failure():
+                headline = f"{self._what} is not saved: an exchange of arrays between processes broke off"
+                raise exchange_error(headline + self._before()) from error
+            failed = {error.process: {"error": error.reason}} if isinstance(error, ProcessFailed) else {}
+        # Every process raises now, so none starts an exchange.
+        self._rounds.exchanging = False
+        if self._first is None:
+            raise self._error(*next(iter(failed.items())))
+        if self._of_writing:
+            raise self._error(self._rounds.me, self._report()) from self._first
+        raise self._first
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> Mapping[str, Any]:
+        """This process's failure as part of its message."""
         if self._first is None:
             return {}
+        if self._of_writing:
+            return {"error": str(getattr(self._first, "strerror", None) or self._first), "of_writing": True}
         # A plain one is about all processes alike.
         whole = {"text": str(self._first)} if type(self._first) is CheckpointError else {}
-        return {"error": self._why(self._first), "of_writing": self._of_writing} | whole
+        return {"error": first_line(self._first)} | whole
 
-    def _why(self, error: BaseException) -> str:
-        return str(getattr(error, "strerror", None) or error) if self._of_writing else first_line(error)
-
-    def _own(self) -> BaseException | None:
-        if self._first is None or not self._of_writing:
-            return self._first
-        return self._not_written(self._why(self._first))
-
-    def _cause(self) -> BaseException | None:
-        return self._first if self._of_writing else None if self._first is None else self._first.__cause__
-
-    def _elsewhere(self, process: int, said: Mapping[str, Any]) -> CheckpointError:
-        if "text" in said:
-            return CheckpointError(said["text"])
-        if said.get("of_writing"):
-            return self._not_written(f"it failed on process {process}: {said['error']}")
-        return CheckpointError(
-            message(
-                f"{self._what} is not saved: process {process} broke off: {said['error']}{self._before()}",
-                fix=f"see to the error of process {process}, and save again on every process",
-            )
-        )
-
-    def _not_written(self, why: str) -> CheckpointError:
-        return CheckpointError(
-            message(f"{self._what} cannot be written: {why}{self._before()}", fix="free some space, or save elsewhere")
-        )
+    def _error(self, process: int, report: Mapping[str, Any]) -> CheckpointError:
+        """The error for the failure of a process."""
+        if "text" in report:
+            return CheckpointError(report["text"])
+        why, fix = report["error"], "free some space, or save elsewhere"
+        if not report.get("of_writing"):
+            why = f"is not saved: process {process} broke off: {why}"
+            fix = f"see to the error of process {process}, and save again on every process"
+        elif process == self._rounds.me:
+            why = f"cannot be written: {why}"
+        else:
+            why = f"cannot be written: it failed on process {process}: {why}"
+        return CheckpointError(message(f"{self._what} {why}{self._before()}", fix=fix))
 
     def _before(self) -> str:
         if self.placed is None:
@@ -224,7 +209,7 @@ class FileWriter:
         together = self.exchanged(file)
         try:
             # The others wait in an exchange for one that does not come to it.
-            with breaks.breaking_off() if together else contextlib.nullcontext():
+            with guard_exchange(together):
                 self._write_tensors(file, partial, len(head))
         except BaseException as error:
             self._failures.broken |= together
