@@ -1,6 +1,5 @@
 """Donated arguments of compiled functions: which they are, and everything that can go wrong with them."""
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import jax
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DonationError, did_you_mean, message
+from namedshard._jit.arguments import parameters_of
 from namedshard._jit.program import Output
 from namedshard._types import Tracer
 
@@ -25,11 +25,10 @@ def _leaf_mask(spec: Any, value: Any) -> list[bool]:
     return mask
 
 
-def _named_ones(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:
+def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:
     """Those of the named donation specs whose argument is among the ``count`` positional ones, by position."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
+    parameters = parameters_of(fn)
+    if parameters is None:
         return {}
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [key for key in specs if key not in known]
@@ -71,7 +70,7 @@ def donation_mask(
     by_position += [False] * (len(args) - len(by_position))
     by_name = dict.fromkeys(kwargs, donate_kwargs) if isinstance(donate_kwargs, bool) else dict(donate_kwargs or {})
     if not isinstance(donate_kwargs, bool):
-        for i, spec in _named_ones(name, fn, by_name, len(args)).items():
+        for i, spec in _named_positional(name, fn, by_name, len(args)).items():
             by_position[i] = by_position[i] or spec
     mask: list[bool] = []
     named = [*zip(by_position, args, strict=True), *((by_name.get(k, False), kwargs[k]) for k in sorted(kwargs))]
@@ -115,14 +114,14 @@ def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths:
         )
 
 
-def can_be_deleted(x: Any) -> bool:
-    """Concrete arrays can."""
+def is_concrete(x: Any) -> bool:
+    """Whether it is an array with values, which may have been deleted."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def check_live(name: str, arrays: Sequence[Any], live: Sequence[int], paths: Sequence[str]) -> None:
-    """Name the arguments that were donated or deleted before. ``live`` numbers those that may have been."""
-    gone = [n for n in live if arrays[n].is_deleted()]
+def check_not_deleted(name: str, arrays: Sequence[Any], concrete: Sequence[int], paths: Sequence[str]) -> None:
+    """Name the arguments that were donated or deleted before. ``concrete`` numbers those that may have been."""
+    gone = [n for n in concrete if arrays[n].is_deleted()]
     if gone:
         noun = "argument leaf was" if len(gone) == 1 else "argument leaves were"
         raise DonationError(
