@@ -49,11 +49,6 @@ class Arguments:
         return tuple(None if i in arrays else leaf.value for i, leaf in enumerate(self.leaves))
 
 
-def split_arguments(treedef: PyTreeDef, leaves: Sequence[Leaf]) -> Arguments:
-    """Tell arrays from static leaves."""
-    return Arguments(treedef, leaves, tuple(i for i, leaf in enumerate(leaves) if is_array_like(leaf.value)))
-
-
 def holder_of(fn: Any) -> Any:
     """A function that holds arrays as a tree of them; None for any other function."""
     bound = getattr(fn, "__self__", None) if hasattr(fn, "__func__") else None
@@ -66,17 +61,24 @@ def holder_of(fn: Any) -> Any:
     return None if jax.tree_util.all_leaves([fn]) else fn
 
 
-def argument_leaves(
-    fn: Callable[..., Any], holders: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Leaf]:
+def flatten_arguments(
+    treedef: PyTreeDef, fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Arguments:
     """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
 
-    ``holders`` is the function itself where it holds arrays.
+    ``holders`` is the function itself where it holds arrays, and ``treedef`` the structure of everything.
     """
+    leaves = _argument_leaves(fn, holders, args, kwargs)
+    return Arguments(treedef, leaves, tuple(i for i, leaf in enumerate(leaves) if is_array_like(leaf.value)))
+
+
+def _argument_leaves(
+    fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Leaf]:
     named: list[Leaf] = []
     for holder in holders:
         if isinstance(holder, jax.tree_util.Partial):
-            named += argument_leaves(holder.func, (), holder.args, holder.keywords)
+            named += _argument_leaves(holder.func, (), holder.args, holder.keywords)
         else:
             named += _leaves_under("fn", holder)
     for name, value in zip(_positional_names(fn, len(args)), args, strict=True):

@@ -15,14 +15,12 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
 from namedshard._jit.arguments import (
     ArgumentPlan,
-    Arguments,
-    argument_leaves,
+    flatten_arguments,
     holder_of,
     mapping_in_fix,
     mismatch_fixes,
     mismatch_message,
     plan_arguments,
-    split_arguments,
 )
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
 from namedshard._jit.program import Function, Program, TraceContext, code_of
@@ -66,13 +64,14 @@ class NamedJit:
         holder = holder_of(fn)
         self._prefix: tuple[Any, ...] = () if holder is None else (holder,)
         self._fn_leaf_count = len(jax.tree_util.tree_leaves(self._prefix))
-        self._get: Callable[[], Callable[..., Any]] | None = None
+        get = None
         if holder is None:
-            self._store, self._get = store_of_function(fn, options)
+            self._store, get = store_of_function(fn, options)
         else:
             self._store = store_of_structure(jax.tree_util.tree_structure(holder), options)
         named = fn.func if isinstance(fn, functools.partial) else fn
         self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        self._function = Function(self._name, get, code_of(named), dict(options.jit_kwargs))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundNamedJit(self, instance)
@@ -126,8 +125,8 @@ class NamedJit:
             try:
                 call = store.calls.get(key)
             except TypeError:
-                check_hashable(self._name, self._walk(args, kwargs))
-                raise
+                # Something cannot be hashed; planning finds out what.
+                call = None
         if call is not None and call.held is not None:
             held = held_values(treedef)
             if not same_objects(held, call.held[0]) and (numbers := number_types(held)) != call.held[1]:
@@ -148,10 +147,11 @@ class NamedJit:
         """Check the arguments of a new signature, decide where each goes, and find or make the program to run."""
         treedef, _, mapping, *_ = key
         options, store = self._options, self._store
+        arguments = flatten_arguments(treedef, self._fn, self._prefix, args, kwargs)
+        check_hashable(self._name, key, arguments.leaves)
         with store.lock:
             mesh = context_mesh()
             self._require_mesh(mapping, mesh)
-            arguments = split_arguments(treedef, self._walk(args, kwargs))
             plans = plan_arguments(arguments.arrays, options.in_axis_resources, mapping, mesh)
             self._check_mismatches(arguments.arrays, plans, mapping, mesh)
             reshard = options.on_mismatch == "reshard"
@@ -163,7 +163,9 @@ class NamedJit:
             if program is None:
                 donated = [False] * self._fn_leaf_count
                 donated += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
-                program = store.programs[full_key] = self._make_program(arguments, donated, mapping, mesh)
+                out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
+                context = TraceContext(mapping, out_mapping, mesh)
+                program = store.programs[full_key] = Program(self._function, arguments, donated, context)
             call = CallPlan(
                 program,
                 tuple(leaf.path for leaf in arguments.leaves),
@@ -177,17 +179,6 @@ class NamedJit:
             store.add(key, call)
             return call
 
-    def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
-        return argument_leaves(self._fn, self._prefix, args, kwargs)
-
-    def _make_program(
-        self, arguments: Arguments, donated: Sequence[bool], mapping: AxisMapping | None, mesh: MeshLike | None
-    ) -> Program:
-        options = self._options
-        function = Function(self._name, self._get, code_of(self._fn), dict(options.jit_kwargs))
-        out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
-        return Program(function, arguments, donated, TraceContext(mapping, out_mapping, mesh))
-
     def _check_mismatches(
         self,
         arrays: Sequence[Leaf],
@@ -196,14 +187,13 @@ class NamedJit:
         mesh: MeshLike | None,
     ) -> None:
         """Raise, warn, or neither, as ``on_mismatch`` says; an argument that has no place can't be resharded."""
-        mismatching = [p for p in plans if p.mismatch is not None]
         policy = self._options.on_mismatch
-        if not mismatching or (policy == "reshard" and all(p.place is not None for p in mismatching)):
+        found = [p.mismatch for p in plans if p.mismatch is not None]
+        if not found or (policy == "reshard" and all(p.place for p in plans if p.mismatch is not None)):
             return
         given = self._options.in_axis_resources
         given = given if given is not None else self._options.axis_resources
         fixes = mismatch_fixes(arrays, plans, mapping_in_fix(given, mapping), mesh)
-        found = [p.mismatch for p in plans if p.mismatch is not None]
         text = mismatch_message(self._name, found, len(arrays), fixes)
         if policy != "warn":
             raise MismatchError(text)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -45,7 +44,7 @@ class Function:
 
 def code_of(fn: Callable[..., Any]) -> Any:
     """The code object of a function, or of an object's ``__call__``; None where there is none."""
-    plain = inspect.unwrap(fn.func if isinstance(fn, functools.partial) else fn)
+    plain = inspect.unwrap(fn)
     return getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
 
 

@@ -172,10 +172,14 @@ def _hashable(key: Hashable) -> bool:
     return True
 
 
-def check_hashable(name: str, leaves: Sequence[Leaf]) -> None:
-    """Raise `StaticArgumentError` for every leaf that cannot be looked up by its value."""
-    bad = [leaf for leaf in leaves if not _hashable(_leaf_key(leaf.value))]
-    if bad:
+def check_hashable(name: str, key: Hashable, leaves: Sequence[Leaf]) -> None:
+    """Raise if the key of a call cannot be hashed: `StaticArgumentError` where leaves are the reason."""
+    try:
+        hash(key)
+    except TypeError:
+        bad = [leaf for leaf in leaves if not _hashable(_leaf_key(leaf.value))]
+        if not bad:
+            raise
         noun = "argument cannot be used as a static one" if len(bad) == 1 else "arguments cannot be used as static ones"
         raise StaticArgumentError(
             message(
@@ -183,4 +187,4 @@ def check_hashable(name: str, leaves: Sequence[Leaf]) -> None:
                 [f"argument {x.path} is neither an array nor hashable: {type(x.value).__name__}" for x in bad],
                 fix="pass an array, or make it hashable (a tuple, a frozen dataclass)",
             )
-        )
+        ) from None
