@@ -203,15 +203,14 @@ def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
 
 def _plan_without_mesh(arrays: Sequence[Leaf]) -> list[ArgumentPlan]:
     """Without a mesh in context, all committed arguments must at least share their devices, in one order."""
-    committed = [placement_of(leaf.value, staging=False).committed for leaf in arrays]
-    if not any(committed):
+
+    def committed(leaf: Leaf) -> bool:
+        return placement_of(leaf.value, staging=False).committed
+
+    reference = max(filter(committed, arrays), key=lambda leaf: len(leaf.value.sharding.device_set), default=None)
+    if reference is None:
         return [_STAYS] * len(arrays)
-    judged = [leaf for leaf, is_committed in zip(arrays, committed, strict=True) if is_committed]
-    reference = max(judged, key=lambda leaf: len(leaf.value.sharding.device_set))
-    return [
-        ArgumentPlan(None, _compare_devices(leaf, reference)) if is_committed else _STAYS
-        for leaf, is_committed in zip(arrays, committed, strict=True)
-    ]
+    return [ArgumentPlan(None, _compare_devices(x, reference)) if committed(x) else _STAYS for x in arrays]
 
 
 # --- how it differs from that -----------------------------------------------------------------------------------------

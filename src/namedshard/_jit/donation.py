@@ -145,7 +145,7 @@ def check_donatable(
         x = arrays[n]
         if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
             continue
-        alike = [o for o in outputs if o.shape == x.shape and o.dtype == x.dtype]
+        alike = [o for o in outputs if (o.aval.shape, o.aval.dtype) == (x.shape, x.dtype)]
         if not alike or any(_fits(x, o) for o in alike):
             continue
         have, like = x.sharding, alike[0]

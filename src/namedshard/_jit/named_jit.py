@@ -258,7 +258,7 @@ class NamedJit:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
             weak = bool(getattr(x, "weak_type", False))
             placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
-        if not program.traced:
+        if program.jitted is None:
             self._warn(program.trace(placed))
         if program.donate:
             check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
@@ -324,8 +324,9 @@ class NamedJit:
             NamedShardError: As a call does.
         """
         program = self._trace_only(args, kwargs)[0].program
+        typed = ((o.aval, o.asked) for o in program.outputs)
         return program.build(
-            [jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=o.asked, weak_type=o.weak_type) for o in program.outputs]
+            [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in typed]
         )
 
     def _trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:

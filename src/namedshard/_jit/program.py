@@ -63,10 +63,14 @@ class Output:
 
     path: str
     asked: NamedSharding | None
-    shape: tuple[int, ...]
-    dtype: Any
-    weak_type: bool
+    aval: Any
     memory_kind: str
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """What ``jax.eval_shape`` returns for it."""
+        x = self.aval
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.asked, weak_type=x.weak_type)
 
 
 _tracing = threading.local()
@@ -80,16 +84,15 @@ class Program:
     """One structure, one set of statics and avals, one mapping, one mesh.
 
     Attributes:
-        function: The user's.
+        name: The user's function's.
         treedef: Of the arguments.
         statics: The argument leaves that are not passed, None in place of those that are.
         indices: The numbers of the argument leaves that are passed; None means all of them.
         donate: Positions among these.
         delete_after: Those of ``donate`` that are deleted after a run: on one device JAX may give a donated array's
             host memory to a result that belongs in device memory, and then ends the process.
-        context: What it is traced under.
-        jitted: The flat function, to be run; there once it is traced.
-        traced: Whether it is traced, and the trace was checked.
+        context: The mappings and the mesh that it is traced under.
+        jitted: The flat function, to be run; None until it is traced, and its trace checked.
         traces: How often the function's body has run.
         compiles: Executables made.
         outputs: The array outputs, in order.
@@ -100,7 +103,7 @@ class Program:
     def __init__(self, function: Function, arguments: Arguments, donated: Sequence[bool], context: TraceContext):
         """A program that is traced at its first use. ``donated`` has an entry for each leaf."""
         arrays = [leaf.value for leaf in arguments.arrays]
-        self.function = function
+        self.name = function.name
         self.treedef = arguments.treedef
         self.statics = arguments.statics
         self.indices = None if len(arrays) == len(self.statics) else arguments.indices
@@ -109,7 +112,6 @@ class Program:
         self.delete_after = tuple(n for n in self.donate if alone and _is_in_host_memory(arrays[n]))
         self.context = context
         self.jitted: Any = None
-        self.traced = False
         self.traces = self.compiles = 0
         self.outputs: tuple[Output, ...] = ()
         self.empty: tuple[tuple[int, NamedSharding], ...] = ()
@@ -119,14 +121,8 @@ class Program:
         compiled = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         self._outermost = compiled and compat.nothing_traced() and not any(isinstance(x, Tracer) for x in arrays)
         self._out_shardings: tuple[NamedSharding | None, ...] = ()
-        only = inspect.Parameter.POSITIONAL_ONLY
-        self._signature = inspect.Signature([inspect.Parameter(_Path(leaf.path), only) for leaf in arguments.arrays])
-        self._flat = self._flat_function(arguments.indices)
-
-    @property
-    def name(self) -> str:
-        """The function's."""
-        return self.function.name
+        self._function = function
+        self._flat = self._flat_function(arguments)
 
     def select(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves that are passed."""
@@ -155,15 +151,14 @@ class Program:
     def trace(self, values: Sequence[Any]) -> str | None:
         """Trace, once, and find what the compiler would silently get wrong: raises, or returns a warning."""
         with self._one_thread():
-            if self.traced:
+            if self.jitted is not None:
                 return None
             jaxpr = jax.jit(self._flat).trace(*values).jaxpr
             warning = check_transfers(self.name, jaxpr.jaxpr, values, self.context.mesh)
             # `out_shardings` are known only now. JAX shares the trace.
             asked = {} if all(s is None for s in self._out_shardings) else {"out_shardings": self._out_shardings}
             donate = tuple(n for n in self.donate if n not in self.delete_after)
-            self.jitted = jax.jit(self._flat, **asked, **self.function.jit_kwargs, donate_argnums=donate)
-            self.traced = True
+            self.jitted = jax.jit(self._flat, **asked, **self._function.jit_kwargs, donate_argnums=donate)
         return warning
 
     @contextlib.contextmanager
@@ -180,9 +175,10 @@ class Program:
             finally:
                 _tracing.depth = nested
 
-    def _flat_function(self, indices: Sequence[int]) -> Callable[..., tuple[Any, ...]]:
+    def _flat_function(self, arguments: Arguments) -> Callable[..., tuple[Any, ...]]:
         """From array arguments to array outputs, under the name, code and argument names of the user's function."""
-        get, mapping = self.function.get, self.context.mapping
+        # Nothing here may keep the arguments' values alive.
+        get, mapping, indices = self._function.get, self.context.mapping, arguments.indices
 
         def flat(*values: Any) -> tuple[Any, ...]:
             self.traces += 1
@@ -196,9 +192,10 @@ class Program:
         flat.__name__ = self.name.rsplit(".", 1)[-1]
         flat.__qualname__ = self.name
         named: Any = flat
-        named.__signature__ = self._signature
-        if self.function.code is not None:
-            named.__wrapped__ = _Coded(flat.__name__, self.function.code)
+        only = inspect.Parameter.POSITIONAL_ONLY
+        named.__signature__ = inspect.Signature([inspect.Parameter(_Path(x.path), only) for x in arguments.arrays])
+        if self._function.code is not None:
+            named.__wrapped__ = _Coded(flat.__name__, self._function.code)
         return flat
 
     def _place_outputs(self, out: Any) -> tuple[Any, ...]:
@@ -215,21 +212,14 @@ class Program:
         indices = [i for i, x in enumerate(leaves) if _is_output_array(x)]
         values = tuple(leaves[i] if isinstance(leaves[i], jax.Array) else jnp.asarray(leaves[i]) for i in indices)
         self.outputs = tuple(
-            Output(
-                walked[i].path or "the result",
-                asked[i],
-                tuple(x.shape),
-                x.dtype,
-                bool(getattr(x, "weak_type", False)),
-                compat.memory_kind_of_traced(x),
-            )
+            Output(walked[i].path or "the result", asked[i], jax.typeof(x), compat.memory_kind_of_traced(x))
             for i, x in zip(indices, values, strict=True)
         )
         self._out_shardings = tuple(asked[i] if i in left else None for i in indices)
         self.empty = tuple(
             (n, o.asked)
             for n, o in enumerate(self.outputs)
-            if o.asked is not None and 0 in o.shape and isinstance(o.asked.mesh, Mesh)
+            if o.asked is not None and 0 in o.aval.shape and isinstance(o.asked.mesh, Mesh)
         )
         self._choose_builder(treedef, [None if _is_output_array(x) else x for x in leaves], indices)
         return values
@@ -256,7 +246,8 @@ class Program:
 
     def check_memory(self, values: Sequence[Any]) -> None:
         """Raise `OffloadError` if a result that was traced into host memory would come out of it elsewhere."""
-        meant = [(n, o) for n, o in enumerate(self.outputs) if o.memory_kind != "device" and not compat.is_key_array(o)]
+        outputs = enumerate(self.outputs)
+        meant = [(n, o) for n, o in outputs if o.memory_kind != "device" and not compat.is_key_array(o.aval)]
         if not meant or any(isinstance(x, Tracer) for x in values):
             return
         compiled = self.jitted.lower(*values).compile()
