@@ -1,5 +1,6 @@
 """Donated arguments of compiled functions: which they are, and everything that can go wrong with them."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,18 +31,19 @@ def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any
     parameters = parameters_of(fn)
     if parameters is None:
         return {}
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {p.name: i for i, p in enumerate(parameters) if p.kind in by_keyword}
     unknown = [key for key in specs if key not in known]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if unknown and inspect.Parameter.VAR_KEYWORD not in [p.kind for p in parameters]:
         raise DonationError(
             message(
                 f"{name}: donate_kwargs names {'an argument' if len(unknown) == 1 else 'arguments'} that the function"
                 " does not have",
-                [f"{key!r}{did_you_mean(key, known)}" for key in unknown],
+                [f"{key!r}{did_you_mean(key, list(known))}" for key in unknown],
                 fix=f"the arguments with names are {', '.join(known) or 'none'}",
             )
         )
-    return {i: specs[p.name] for i, p in enumerate(parameters[:count]) if p.name in known and p.name in specs}
+    return {known[key]: spec for key, spec in specs.items() if known.get(key, count) < count}
 
 
 def donation_mask(
@@ -93,14 +95,14 @@ def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths:
 
     JAX finds the latter when it runs, and jax 0.10 crashes over it.
     """
-    places = [compat.first_buffer(x) if type(x) is compat.ArrayImpl and x.size else id(x) for x in arrays]
-    if len(set(places)) == len(places):
+    buffers = [compat.first_buffer(x) if type(x) is compat.ArrayImpl and x.size else id(x) for x in arrays]
+    # The common case, on the hot path: a set is faster than counting.
+    if len(set(buffers)) == len(buffers):
         return
-    counts = Counter(places)
-    shared = dict.fromkeys(places[n] for n in donate if counts[places[n]] > 1)
+    counts = Counter(buffers)
     lines: list[str] = []
-    for one in shared:
-        same = [n for n, place in enumerate(places) if place == one]
+    for shared in dict.fromkeys(buffers[n] for n in donate if counts[buffers[n]] > 1):
+        same = [n for n, buffer in enumerate(buffers) if buffer == shared]
         what = "are one array" if len({id(arrays[n]) for n in same}) == 1 else "share their memory"
         lines.append(f"{' and '.join(paths[n] for n in same)} {what}")
     if lines:
@@ -140,20 +142,7 @@ def check_donatable(
 
     A donated argument that no output is like is merely freed.
     """
-    lines: list[str] = []
-    for n in donate:
-        x = arrays[n]
-        if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
-            continue
-        alike = [o for o in outputs if (o.aval.shape, o.aval.dtype) == (x.shape, x.dtype)]
-        if not alike or any(_fits(x, o) for o in alike):
-            continue
-        have, like = x.sharding, alike[0]
-        if have.memory_kind != like.memory_kind:
-            lines.append(f"{paths[n]}: memory kind {have.memory_kind!r}, but {like.path} is in {like.memory_kind!r}")
-        elif like.asked is not None:
-            spec = getattr(have, "spec", type(have).__name__)
-            lines.append(f"{paths[n]}: spec {spec}, but {like.path} has {like.asked.spec}")
+    lines = [f"{paths[n]}: {why}" for n in donate if (why := _why_not_donatable(arrays[n], outputs))]
     if lines:
         noun = "argument leaf" if len(lines) == 1 else "argument leaves"
         raise DonationError(
@@ -163,6 +152,20 @@ def check_donatable(
                 fix="give input and output the same mapping and memory kind, or do not donate it",
             )
         )
+
+
+def _why_not_donatable(x: Any, outputs: Sequence[Output]) -> str | None:
+    if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
+        return None
+    alike = [o for o in outputs if (o.aval.shape, o.aval.dtype) == (x.shape, x.dtype)]
+    if not alike or any(_fits(x, o) for o in alike):
+        return None
+    have, like = x.sharding, alike[0]
+    if have.memory_kind != like.memory_kind:
+        return f"memory kind {have.memory_kind!r}, but {like.path} is in {like.memory_kind!r}"
+    # The compiler may choose for an output that no mapping places; then the array fits.
+    assert like.asked is not None
+    return f"spec {getattr(have, 'spec', type(have).__name__)}, but {like.path} has {like.asked.spec}"
 
 
 def _fits(x: Any, output: Output) -> bool:

@@ -26,10 +26,10 @@ from namedshard._jit.donation import check_donatable, check_not_deleted, check_s
 from namedshard._jit.program import Function, Program, TraceContext, code_of
 from namedshard._jit.signature import (
     check_hashable,
+    differing_numbers,
     held_values,
     number_types,
     program_key,
-    same_objects,
     signature,
     static_key,
 )
@@ -127,15 +127,13 @@ class NamedJit:
             except TypeError:
                 # Something cannot be hashed; planning finds out what.
                 call = None
-        if call is not None and call.held is not None:
-            held = held_values(treedef)
-            if not same_objects(held, call.held[0]) and (numbers := number_types(held)) != call.held[1]:
-                # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
-                key = treedef, signature(leaves), mapping, context
+        if call is not None and call.held is not None and (numbers := differing_numbers(treedef, call.held)):
+            # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
+            key = treedef, signature(leaves), mapping, context
+            call = store.calls.get(key)
+            if call is not None and call.held is not None and call.held[1] != numbers[0]:
+                key = (*key, *numbers)
                 call = store.calls.get(key)
-                if call is not None and call.held is not None and call.held[1] != numbers:
-                    key = (*key, numbers)
-                    call = store.calls.get(key)
         if call is None:
             assert key is not None
             call = self._plan(key, args, kwargs)
@@ -153,12 +151,11 @@ class NamedJit:
             mesh = context_mesh()
             self._require_mesh(mapping, mesh)
             plans = plan_arguments(arguments.arrays, options.in_axis_resources, mapping, mesh)
-            self._check_mismatches(arguments.arrays, plans, mapping, mesh)
-            reshard = options.on_mismatch == "reshard"
-            places = [p.place if p.mismatch is None or reshard else None for p in plans]
+            plans = self._check_mismatches(arguments.arrays, plans, mapping, mesh)
             held = held_values(treedef)
             numbers = number_types(held)
-            full_key = (treedef, numbers, program_key(arguments, places), *key[2:])
+            # Several signatures can lead to one trace: it ignores what is committed, for example.
+            full_key = (treedef, numbers, program_key(arguments, [p.place for p in plans]), *key[2:])
             program = store.programs.get(full_key)
             if program is None:
                 donated = [False] * self._fn_leaf_count
@@ -171,8 +168,8 @@ class NamedJit:
                 tuple(leaf.path for leaf in arguments.leaves),
                 tuple(leaf.path for leaf in arguments.arrays),
                 tuple(n for n, leaf in enumerate(arguments.arrays) if is_concrete(leaf.value)),
-                tuple((n, place) for n, place in enumerate(places) if place is not None),
-                tuple(n for n, p in enumerate(plans) if p.mismatch is not None) if reshard else (),
+                tuple((n, p.place) for n, p in enumerate(plans) if p.place is not None),
+                tuple(n for n, p in enumerate(plans) if p.mismatch is not None),
                 None if numbers is None else (held, numbers),
             )
             self._hint_numbers(arguments.leaves)
@@ -185,12 +182,13 @@ class NamedJit:
         plans: Sequence[ArgumentPlan],
         mapping: AxisMapping | None,
         mesh: MeshLike | None,
-    ) -> None:
-        """Raise, warn, or neither, as ``on_mismatch`` says; an argument that has no place can't be resharded."""
+    ) -> Sequence[ArgumentPlan]:
+        """Raise, warn, or neither, as ``on_mismatch`` says, and return the plans that hold."""
         policy = self._options.on_mismatch
         found = [p.mismatch for p in plans if p.mismatch is not None]
+        # An argument that has no place cannot be resharded.
         if not found or (policy == "reshard" and all(p.place for p in plans if p.mismatch is not None)):
-            return
+            return plans
         given = self._options.in_axis_resources
         given = given if given is not None else self._options.axis_resources
         fixes = mismatch_fixes(arrays, plans, mapping_in_fix(given, mapping), mesh)
@@ -198,6 +196,7 @@ class NamedJit:
         if policy != "warn":
             raise MismatchError(text)
         self._warn(text)
+        return [p if p.mismatch is None else ArgumentPlan() for p in plans]
 
     def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
         options = self._options

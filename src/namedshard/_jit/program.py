@@ -203,29 +203,44 @@ class Program:
         leaves, treedef = jax.tree_util.tree_flatten(out)
         walked = named_leaves(out)
         asked = _asked(walked, treedef, self.context.out_mapping)
-        left = {i for i, w in enumerate(asked) if self._outermost and w is not None and _left_to_jit(leaves[i], w)}
-        wanted = [(i, want) for i, want in enumerate(asked) if want is not None and i not in left]
-        if wanted:
-            leaves = place_leaves([leaf.path for leaf in walked], leaves, wanted)
-        if self._outermost:
-            left |= {i for i, want in wanted if _kept_in_memory(leaves[i], want)}
+        leaves, by_jit = self._constrain([leaf.path for leaf in walked], leaves, asked)
         indices = [i for i, x in enumerate(leaves) if _is_output_array(x)]
-        values = tuple(leaves[i] if isinstance(leaves[i], jax.Array) else jnp.asarray(leaves[i]) for i in indices)
+        values = tuple(jnp.asarray(x) if not isinstance(x := leaves[i], jax.Array) else x for i in indices)
+        self._out_shardings = tuple(asked[i] if i in by_jit else None for i in indices)
+        self._note_outputs([walked[i].path for i in indices], [asked.get(i) for i in indices], values)
+        self._choose_builder(treedef, [None if _is_output_array(x) else x for x in leaves], indices)
+        return values
+
+    def _constrain(
+        self, paths: Sequence[str], leaves: list[Any], asked: dict[int, NamedSharding]
+    ) -> tuple[list[Any], set[int]]:
+        """Constrain what is not left to ``out_shardings``; returns all leaves, and the numbers of those that are.
+
+        Constraints cost more, and on mixed meshes they don't keep a result in host memory.
+        """
+        by_jit = {i for i, want in asked.items() if self._outermost and _left_to_jit(leaves[i], want)}
+        constrained = [(i, want) for i, want in asked.items() if i not in by_jit]
+        if constrained:
+            leaves = place_leaves(paths, leaves, constrained)
+        if self._outermost:
+            by_jit |= {i for i, want in constrained if _kept_in_memory(leaves[i], want)}
+        return leaves, by_jit
+
+    def _note_outputs(
+        self, paths: Sequence[str], asked: Sequence[NamedSharding | None], values: Sequence[jax.Array]
+    ) -> None:
         self.outputs = tuple(
-            Output(walked[i].path or "the result", asked[i], jax.typeof(x), compat.memory_kind_of_traced(x))
-            for i, x in zip(indices, values, strict=True)
+            Output(path or "the result", want, jax.typeof(x), compat.memory_kind_of_traced(x))
+            for path, want, x in zip(paths, asked, values, strict=True)
         )
-        self._out_shardings = tuple(asked[i] if i in left else None for i in indices)
         self.empty = tuple(
             (n, o.asked)
             for n, o in enumerate(self.outputs)
             if o.asked is not None and 0 in o.aval.shape and isinstance(o.asked.mesh, Mesh)
         )
-        self._choose_builder(treedef, [None if _is_output_array(x) else x for x in leaves], indices)
-        return values
 
     def _choose_builder(self, treedef: Any, statics: Sequence[Any], indices: Sequence[int]) -> None:
-        """A structure is studied at its second use: many functions are called once."""
+        """The faster way to build the result is prepared at its second use: many functions are called once."""
 
         def with_statics(build: Builder) -> Builder:
             if len(indices) == len(statics):
@@ -252,14 +267,17 @@ class Program:
             return
         compiled = self.jitted.lower(*values).compile()
         got = jax.tree_util.tree_leaves(compiled.output_shardings)
+        # A compiler that ignores host memory still reports the shardings that it was asked for.
         in_hlo = compat.HOST_IN_HLO in (compiled.as_text() or "")
-        ends = [(o, got[n].memory_kind if in_hlo else "device") for n, o in meant]
-        wrong = [(o, kind) for o, kind in ends if kind != o.memory_kind]
-        if not wrong:
-            return
+        kinds = [got[n].memory_kind if in_hlo else "device" for n, _ in meant]
+        wrong = [(o, kind) for (_, o), kind in zip(meant, kinds, strict=True) if kind != o.memory_kind]
+        if wrong:
+            raise self._lost_host_memory(wrong)
+
+    def _lost_host_memory(self, wrong: Sequence[tuple[Output, str]]) -> OffloadError:
         types = () if self.context.mesh is None else self.context.mesh.axis_types
         mixed = AxisType.Explicit in types and AxisType.Auto in types
-        raise OffloadError(
+        return OffloadError(
             message(
                 f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
                 " compiled program elsewhere",
@@ -347,18 +365,18 @@ def _kept_in_memory(x: Any, want: NamedSharding) -> bool:
     return on_host and isinstance(want.mesh, Mesh) and compat.any_explicit(want.mesh)
 
 
-def _asked(leaves: Sequence[Leaf], treedef: PyTreeDef, out_mapping: AxisMapping | None) -> list[NamedSharding | None]:
-    """The sharding that the mapping asks for, for each leaf of a result."""
+def _asked(leaves: Sequence[Leaf], treedef: PyTreeDef, out_mapping: AxisMapping | None) -> dict[int, NamedSharding]:
+    """The shardings that the mapping asks for, by the number of the leaf in the result."""
     mesh = resolve_mesh(None)
     if mesh is None or (out_mapping is None and all(leaf.own is None for leaf in leaves)):
-        return [None] * len(leaves)
+        return {}
     mapping = out_mapping if out_mapping is not None else AxisMapping()
     plan = plan_leaves(leaves, treedef, mapping, mesh, memory_kind=None, manual=manual_axes())
-    asked: list[NamedSharding | None] = []
-    for leaf, planned in zip(leaves, plan.leaves, strict=True):
-        want = plan.sharding_of(planned) if _is_output_array(leaf.value) else None
-        if want is not None and isinstance(leaf.value, jax.Array):
-            kind = compat.memory_kind_of_traced(leaf.value)
-            want = want if kind == "device" else want.with_memory_kind(kind)
-        asked.append(want)
+    asked: dict[int, NamedSharding] = {}
+    for i, leaf in enumerate(leaves):
+        want = plan.sharding_of(plan.leaves[i])
+        if want is None or not _is_output_array(leaf.value):
+            continue
+        kind = compat.memory_kind_of_traced(leaf.value) if isinstance(leaf.value, jax.Array) else "device"
+        asked[i] = want if kind == "device" else want.with_memory_kind(kind)
     return asked

@@ -120,9 +120,17 @@ def held_values(treedef: PyTreeDef) -> list[Any]:
     return found
 
 
-def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two rows hold the very same objects, which implies that they are equal and is faster to check."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def differing_numbers(treedef: PyTreeDef, held: tuple[Sequence[Any], Hashable]) -> tuple[Hashable, ...]:
+    """The `number_types` of a structure, if it differs in them from an equal one; else nothing.
+
+    ``held`` has the other's `held_values` and their `number_types`.
+    """
+    values = held_values(treedef)
+    # The very same objects are equal in type, too, and this is faster to check.
+    if len(values) == len(held[0]) and all(map(operator.is_, values, held[0])):
+        return ()
+    numbers = number_types(values)
+    return () if numbers == held[1] else (numbers,)
 
 
 def number_types(values: Sequence[Any]) -> Hashable:

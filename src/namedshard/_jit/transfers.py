@@ -31,16 +31,7 @@ def check_transfers(name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike
         IgnoredTransferError: Some go to a device, order or platform that the compiled function doesn't run on.
     """
     devices, fixed = _traced_devices(values, mesh)
-    # What the function closes over comes before its arguments.
-    inputs = jaxpr.invars[len(jaxpr.invars) - len(values) :]
-    given = ((v, getattr(x, "sharding", None)) for v, x in zip(inputs, values, strict=True))
-    transfers: dict[str, None] = {}
-    specs: dict[str, None] = {}
-    for eqn, n, known in _device_puts(jaxpr, {v: s for v, s in given if s is not None}):
-        if devices is not None and (target := _ignored_devices(eqn.params["devices"][n], devices, fixed)):
-            transfers[f"{compat.user_source(eqn)}: to {target}"] = None
-        if target := _ignored_spec(eqn, n, known):
-            specs[f"{compat.user_source(eqn)}: to {target}"] = None
+    transfers, specs = _find_ignored(jaxpr, values, devices, fixed)
     if devices and transfers:
         noun = "device_put" if len(transfers) == 1 else "device_puts"
         raise IgnoredTransferError(
@@ -60,6 +51,23 @@ def check_transfers(name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike
         specs,
         fix="use ns.shard, or jax.lax.with_sharding_constraint",
     )
+
+
+def _find_ignored(
+    jaxpr: Any, values: Sequence[Any], devices: tuple[Device, ...] | None, fixed: bool
+) -> tuple[list[str], list[str]]:
+    """A line for each ``device_put`` that is ignored: those to other devices, and those to another spec."""
+    # What the function closes over comes before its arguments.
+    inputs = jaxpr.invars[len(jaxpr.invars) - len(values) :]
+    given = ((v, getattr(x, "sharding", None)) for v, x in zip(inputs, values, strict=True))
+    transfers: dict[str, None] = {}
+    specs: dict[str, None] = {}
+    for eqn, n, known in _device_puts(jaxpr, {v: s for v, s in given if s is not None}):
+        if devices is not None and (target := _ignored_devices(eqn.params["devices"][n], devices, fixed)):
+            transfers[f"{compat.user_source(eqn)}: to {target}"] = None
+        if target := _ignored_spec(eqn, n, known):
+            specs[f"{compat.user_source(eqn)}: to {target}"] = None
+    return list(transfers), list(specs)
 
 
 def _traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[Device, ...] | None, bool]:
