@@ -309,19 +309,24 @@ def _moved_bytes(x: Any, place: NamedSharding) -> int:
 
 
 def mismatch_message(name: str, found: Sequence[str], total: int, fixes: Sequence[str]) -> str:
-    """The whole message for all mismatching arguments of one call."""
+    """The layout of the message for all mismatching arguments of one call."""
     noun = f"argument {'leaf' if total == 1 else 'leaves'} {'is' if len(found) == 1 else 'are'}"
     headline = f"{name}: {len(found)} of {total} {noun} not placed as the call needs"
     return message(headline, found, fix="\n  fix: ".join(fixes))
 
 
-def mismatch_fixes(
-    arrays: Sequence[Leaf], plans: Sequence[ArgumentPlan], mapping_text: str | None, mesh: MeshLike | None
-) -> list[str]:
-    """The calls that put all mismatching arguments right, to be copied.
+def mismatch_text(
+    name: str,
+    arrays: Sequence[Leaf],
+    plans: Sequence[ArgumentPlan],
+    mappings: tuple[AxisMapping | None, AxisMapping | None],
+    mesh: MeshLike | None,
+) -> str:
+    """The message for all mismatching arguments of a call, with the calls that place them, to be copied.
 
-    ``mapping_text`` is how a call of `shard` spells the mapping: see `mapping_in_fix`.
+    ``mappings`` are the one that the function was given, which a fix spells out, and the one that is used.
     """
+    mapping_text = _mapping_in_fix(*mappings)
     fixes: dict[str, None] = {}
     puts: dict[tuple[str, NamedSharding], list[str]] = {}
     for leaf, plan in zip(arrays, plans, strict=True):
@@ -340,10 +345,10 @@ def mismatch_fixes(
         if puts:
             lines[-1] += "  # mesh: the one in force"
         lines.append('or pass on_mismatch="reshard" to move them at each call')
-    return lines
+    return mismatch_message(name, [p.mismatch for p in plans if p.mismatch is not None], len(arrays), lines)
 
 
-def mapping_in_fix(given: AxisMapping | None, mapping: AxisMapping | None) -> str | None:
+def _mapping_in_fix(given: AxisMapping | None, mapping: AxisMapping | None) -> str | None:
     """How a fix spells the mapping: the ``given`` one in full, one in context not at all; None where there is none."""
     if given is None:
         return None if mapping is None else ""

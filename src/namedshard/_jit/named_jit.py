@@ -13,35 +13,19 @@ from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
-from namedshard._jit.arguments import (
-    ArgumentPlan,
-    flatten_arguments,
-    holder_of,
-    mapping_in_fix,
-    mismatch_fixes,
-    mismatch_message,
-    plan_arguments,
-)
+from namedshard._jit.arguments import ArgumentPlan, flatten_arguments, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
 from namedshard._jit.program import Function, Program, TraceContext, code_of
 from namedshard._jit.signature import (
     check_hashable,
     differing_numbers,
-    held_values,
-    number_types,
+    held_numbers,
     program_key,
     signature,
     static_key,
 )
 from namedshard._jit.stages import Lowered
-from namedshard._jit.store import (
-    CallPlan,
-    OnMismatch,
-    Options,
-    Report,
-    store_of_function,
-    store_of_structure,
-)
+from namedshard._jit.store import CallPlan, OnMismatch, Options, Report, store_of_function, store_of_structure
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
@@ -152,10 +136,9 @@ class NamedJit:
             self._require_mesh(mapping, mesh)
             plans = plan_arguments(arguments.arrays, options.in_axis_resources, mapping, mesh)
             plans = self._check_mismatches(arguments.arrays, plans, mapping, mesh)
-            held = held_values(treedef)
-            numbers = number_types(held)
+            held = held_numbers(treedef)
             # Several signatures can lead to one trace: it ignores what is committed, for example.
-            full_key = (treedef, numbers, program_key(arguments, [p.place for p in plans]), *key[2:])
+            full_key = (treedef, held and held[1], program_key(arguments, [p.place for p in plans]), *key[2:])
             program = store.programs.get(full_key)
             if program is None:
                 donated = [False] * self._fn_leaf_count
@@ -170,7 +153,7 @@ class NamedJit:
                 tuple(n for n, leaf in enumerate(arguments.arrays) if is_concrete(leaf.value)),
                 tuple((n, p.place) for n, p in enumerate(plans) if p.place is not None),
                 tuple(n for n, p in enumerate(plans) if p.mismatch is not None),
-                None if numbers is None else (held, numbers),
+                held,
             )
             self._hint_numbers(arguments.leaves)
             store.add(key, call)
@@ -191,8 +174,7 @@ class NamedJit:
             return plans
         given = self._options.in_axis_resources
         given = given if given is not None else self._options.axis_resources
-        fixes = mismatch_fixes(arrays, plans, mapping_in_fix(given, mapping), mesh)
-        text = mismatch_message(self._name, found, len(arrays), fixes)
+        text = mismatch_text(self._name, arrays, plans, (given, mapping), mesh)
         if policy != "warn":
             raise MismatchError(text)
         self._warn(text)

@@ -120,10 +120,17 @@ def held_values(treedef: PyTreeDef) -> list[Any]:
     return found
 
 
+def held_numbers(treedef: PyTreeDef) -> tuple[list[Any], Hashable] | None:
+    """The `held_values` of a structure and their `number_types`; None where nothing tells it from an equal one."""
+    values = held_values(treedef)
+    numbers = number_types(values)
+    return None if numbers is None else (values, numbers)
+
+
 def differing_numbers(treedef: PyTreeDef, held: tuple[Sequence[Any], Hashable]) -> tuple[Hashable, ...]:
     """The `number_types` of a structure, if it differs in them from an equal one; else nothing.
 
-    ``held`` has the other's `held_values` and their `number_types`.
+    ``held`` has the `held_numbers` of the other.
     """
     values = held_values(treedef)
     # The very same objects are equal in type, too, and this is faster to check.
