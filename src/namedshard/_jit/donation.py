@@ -1,4 +1,4 @@
-"""Donated arguments of compiled functions: which they are, and everything that can go wrong with them."""
+"""Donated arguments of compiled functions: which they are, and checks that they can be donated."""
 
 import inspect
 from collections import Counter

@@ -168,9 +168,9 @@ class NamedJit:
     ) -> Sequence[ArgumentPlan]:
         """Raise, warn, or neither, as ``on_mismatch`` says, and return the plans that hold."""
         policy = self._options.on_mismatch
-        found = [p.mismatch for p in plans if p.mismatch is not None]
+        mismatching = [p for p in plans if p.mismatch is not None]
         # An argument that has no place cannot be resharded.
-        if not found or (policy == "reshard" and all(p.place for p in plans if p.mismatch is not None)):
+        if not mismatching or (policy == "reshard" and all(p.place is not None for p in mismatching)):
             return plans
         given = self._options.in_axis_resources
         given = given if given is not None else self._options.axis_resources

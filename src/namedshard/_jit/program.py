@@ -163,9 +163,9 @@ class Program:
 
     @contextlib.contextmanager
     def _one_thread(self) -> Generator[None, None, None]:
-        """One thread traces it, and others wait; one that is tracing waits for nobody.
+        """Let one thread trace while others wait, except those that are tracing another program.
 
-        Else two functions that call each other, traced in two threads, would wait for each other.
+        Else two functions that call each other, traced in two threads, would deadlock.
         """
         nested = getattr(_tracing, "depth", 0)
         with contextlib.nullcontext() if nested else self._lock:
@@ -287,7 +287,7 @@ class Program:
         )
 
     def check_places(self, out: Sequence[Any]) -> str | None:
-        """A warning, if the outputs of a run are not where the mapping wants them."""
+        """A warning, if the outputs of a run have other shardings than their mapping asks for."""
         lines: list[str] = []
         for x, output in zip(out, self.outputs, strict=True):
             asked = output.asked

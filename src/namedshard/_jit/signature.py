@@ -141,7 +141,7 @@ def differing_numbers(treedef: PyTreeDef, held: tuple[Sequence[Any], Hashable]) 
 
 
 def number_types(values: Sequence[Any]) -> Hashable:
-    """What tells rows of equal values apart: the types of their numbers, and the signs of zeros. None: nothing can."""
+    """A key for the types of the numbers among values, and the signs of zeros; None where there are no numbers."""
     marks = tuple([_mark(v) for v in values])
     return marks if any(mark is not None for mark in marks) else None
 

@@ -66,10 +66,9 @@ class CallPlan:
         concrete: Positions of the arrays that may have been deleted: no tracers, and nothing abstract.
         moves: Arguments to place first, with where.
         reshards: Those of them that are mismatches.
-        held: The structure's metadata, and what tells it from metadata that is equal but of other types; None where
-            nothing could.
+        held: The structure's `held_numbers`.
         has_run: Whether it has run.
-        streak: How often in a row it moved ``reshards``; ``last_run`` is the number of the run that did so last.
+        streak: Consecutive calls that moved ``reshards``; ``last_run`` is the number of the last such run.
         used: The number of the last run.
     """
 

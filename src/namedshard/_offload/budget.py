@@ -1,4 +1,4 @@
-"""An optimizer update whose host-resident states visit the device a few at a time.
+"""Runs an optimizer update with only a few of its host-resident states on the device at a time.
 
 The update is traced once; its equations then run in the order of the states that they need, and each group of states
 is tied, by an optimization barrier, to the states that the group before left in host memory, so that the compiler
@@ -32,9 +32,9 @@ class _Op:
 
 
 def _body(eqn: Any) -> Any | None:
-    """What a jitted function inside of the update does, if it has several results and its jit says no more.
+    """The jaxpr of a jitted function inside the update, if it has several results and no shardings; else None.
 
-    Others are kept whole: a call is known to the compiler's first passes, and they round differently without it.
+    Others are kept as calls: the compiler's first passes see a call, and round differently without it.
     """
     if eqn.primitive.name not in ("jit", "pjit") or len(eqn.outvars) == 1:
         return None
@@ -85,9 +85,9 @@ class _IncrementalEvaluator:
         return frozenset() if isinstance(value, Literal) else self._needs[value]
 
     def group_inputs(self, chosen: Sequence[int]) -> list[list[int]]:
-        """The chosen inputs in sets that some value needs at once, as an update does its parameter's two moments.
+        """The chosen inputs in sets that some value needs at once, such as the two moments of a parameter.
 
-        What reaches others through a scalar alone (a global norm) is no reason to be there at once.
+        Inputs that reach others only through a scalar (a global norm) needn't be on the device at once.
         """
         of: dict[int, frozenset[int]] = {n: frozenset({n}) for n in chosen}
         sets = dict(of)
@@ -107,7 +107,7 @@ class _IncrementalEvaluator:
         return {n for n in self._inputs if n in self._values}
 
     def ready_outputs(self) -> list[int]:
-        """Outputs whose inputs are all there."""
+        """Outputs whose inputs are all set."""
         available = self._available()
         return [n for n, v in enumerate(self._outputs) if self._needed(v) <= available]
 
