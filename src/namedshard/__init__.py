@@ -40,8 +40,8 @@ from namedshard._init.init import LoweredInit as LoweredInit
 from namedshard._init.init import init as init
 from namedshard._init.init import lower_init as lower_init
 from namedshard._init.run import ProgramReport as ProgramReport
-from namedshard._jit.fsdp import fsdp as fsdp
 from namedshard._jit.named_jit import NamedJit as NamedJit
+from namedshard._jit.named_jit import fsdp as fsdp
 from namedshard._jit.named_jit import named_jit as named_jit
 from namedshard._jit.store import Report as Report
 from namedshard._offload.offload import offload as offload

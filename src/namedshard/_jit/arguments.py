@@ -1,39 +1,52 @@
-"""PURE. What each argument of a compiled function must be, and what to do where it is not."""
+"""PURE. What the arguments of a compiled function are, where each must be placed, and how it differs from that."""
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import PlanError
-from namedshard._jit.mismatch import Mismatch, compare, compare_devices, mismatch_message
+from namedshard._errors import PlanError, human_bytes, message
 from namedshard._place.route import placement_of, wanted_memory_kind
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
 from namedshard._plan.mapping import AxisMapping, First
-from namedshard._plan.mesh import MeshLike, manual_axes
-from namedshard._plan.plan import LeafPlan, plan_leaves
-from namedshard._types import Device, Tracer
+from namedshard._plan.mesh import MeshLike, describe, manual_axes
+from namedshard._plan.plan import plan_leaves
+from namedshard._types import Device, PyTreeDef
+
+# --- leaves -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Expectation:
-    """What to do with one argument leaf before a call.
+class Arguments:
+    """The flattened arguments of one call. Arrays are traced; all other leaves are static.
 
     Attributes:
-        place: Where to put it first; None where it may stay.
-        mismatch: How a committed array differs from what the call needs.
+        treedef: The structure of all arguments.
+        leaves: All leaves, under the user's names.
+        indices: Which of them are arrays.
     """
 
-    place: NamedSharding | None = None
-    mismatch: Mismatch | None = None
+    treedef: PyTreeDef
+    leaves: Sequence[Leaf]
+    indices: tuple[int, ...]
 
+    @property
+    def arrays(self) -> list[Leaf]:
+        """The leaves that are arrays."""
+        return [self.leaves[i] for i in self.indices]
 
-_FINE = Expectation()
+    @property
+    def statics(self) -> tuple[Any, ...]:
+        """The values of all leaves, with None in place of arrays."""
+        arrays = set(self.indices)
+        return tuple(None if i in arrays else leaf.value for i, leaf in enumerate(self.leaves))
 
 
 def holder_of(fn: Any) -> Any:
@@ -48,33 +61,44 @@ def holder_of(fn: Any) -> Any:
     return None if jax.tree_util.all_leaves([fn]) else fn
 
 
-def argument_leaves(
-    fn: Callable[..., Any], holders: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Leaf]:
+def flatten_arguments(
+    treedef: PyTreeDef, fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Arguments:
     """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
 
-    ``holders`` is the function itself where it holds arrays.
+    ``holders`` is the function itself where it holds arrays, and ``treedef`` the structure of everything.
     """
+    leaves = _argument_leaves(fn, holders, args, kwargs)
+    return Arguments(treedef, leaves, tuple(i for i, leaf in enumerate(leaves) if is_array_like(leaf.value)))
+
+
+def _argument_leaves(
+    fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Leaf]:
     named: list[Leaf] = []
     for holder in holders:
         if isinstance(holder, jax.tree_util.Partial):
-            named += argument_leaves(holder.func, (), holder.args, holder.keywords)
+            named += _argument_leaves(holder.func, (), holder.args, holder.keywords)
         else:
-            named += _renamed(named_leaves(holder), "fn")
+            named += _leaves_under("fn", holder)
     for name, value in zip(_positional_names(fn, len(args)), args, strict=True):
-        named += _renamed(named_leaves(value), name)
+        named += _leaves_under(name, value)
     for name in sorted(kwargs):
-        named += _renamed(named_leaves(kwargs[name]), name)
+        named += _leaves_under(name, kwargs[name])
     return named
 
 
-def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
+def parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a function; None where Python doesn't know its signature."""
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
-        parameters = []
+        return None
+
+
+def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
     names: list[str] = []
-    for p in parameters:
+    for p in parameters_of(fn) or ():
         if p.kind is p.VAR_POSITIONAL:
             names += [f"{p.name}[{n}]" for n in range(count - len(names))]
         elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
@@ -83,27 +107,87 @@ def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names[:count]
 
 
-def _renamed(leaves: Sequence[Leaf], name: str) -> list[Leaf]:
+def _leaves_under(name: str, tree: Any) -> list[Leaf]:
     def join(path: str) -> str:
         return name + path if not path or path.startswith("[") else f"{name}.{path}"
 
-    return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in leaves]
+    return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in named_leaves(tree)]
 
 
-def _planned(
-    walked: Sequence[Leaf], in_mapping: AxisMapping | None, mapping: AxisMapping | None, mesh: MeshLike
-) -> Sequence[LeafPlan] | None:
+# --- where each must be placed ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArgumentPlan:
+    """What to do with one array argument before a call.
+
+    Attributes:
+        place: Where to put it first; None where it may stay.
+        mismatch: How a committed array differs from what the call needs, as a line of a message.
+    """
+
+    place: NamedSharding | None = None
+    mismatch: str | None = None
+
+
+_STAYS = ArgumentPlan()
+
+
+def plan_arguments(
+    arrays: Sequence[Leaf], in_mapping: AxisMapping | None, mapping: AxisMapping | None, mesh: MeshLike | None
+) -> list[ArgumentPlan]:
+    """For each array argument, what must happen before the call.
+
+    With ``in_mapping`` each named leaf must have the sharding that it gives; otherwise committed arrays must be on the
+    context mesh, in whatever spec. Host and uncommitted arrays are placed: by ``in_mapping``, else by ``mapping``.
+    """
+    if mesh is None:
+        return _plan_without_mesh(arrays)
+    if in_mapping is None and all(_is_on(leaf.value, mesh) for leaf in arrays):
+        return [_STAYS] * len(arrays)
+    specs = _specs_of(arrays, in_mapping, mapping, mesh)
+    explicit = in_mapping is not None
+    return [_plan_argument(leaf, spec, explicit, mesh) for leaf, spec in zip(arrays, specs, strict=True)]
+
+
+def _is_on(x: Any, mesh: MeshLike) -> bool:
+    """The common case, found without any comparison: committed, on this very mesh object."""
+    return type(x) is compat.ArrayImpl and x.committed and getattr(x.sharding, "mesh", None) is mesh
+
+
+def _specs_of(
+    arrays: Sequence[Leaf], in_mapping: AxisMapping | None, mapping: AxisMapping | None, mesh: MeshLike
+) -> list[PartitionSpec | None]:
     wanted = in_mapping if in_mapping is not None else mapping
-    if wanted is None:
-        return None
-    structure = jax.tree_util.tree_structure([0] * len(walked))
-    try:
-        return plan_leaves(walked, structure, wanted, mesh, memory_kind=None, manual=manual_axes()).leaves
-    except PlanError:
-        # The compute mapping need not fit the arguments: only in_axis_resources speaks of them.
-        if in_mapping is not None:
-            raise
-        return None
+    if wanted is not None:
+        structure = jax.tree_util.tree_structure([0] * len(arrays))
+        try:
+            plan = plan_leaves(arrays, structure, wanted, mesh, memory_kind=None, manual=manual_axes())
+            return [planned.spec for planned in plan.leaves]
+        except PlanError:
+            # The compute mapping need not fit the arguments: only in_axis_resources is about them.
+            if in_mapping is not None:
+                raise
+    return [None] * len(arrays)
+
+
+def _plan_argument(leaf: Leaf, spec: PartitionSpec | None, explicit: bool, mesh: MeshLike) -> ArgumentPlan:
+    x = leaf.value
+    if isinstance(x, jax.Ref) or x.dtype == jax.dtypes.float0:
+        # A ref is changed where it is, and float0 has no bytes: nothing to move.
+        return _STAYS
+    now = placement_of(x, staging=False)
+    want = None if spec is None else NamedSharding(mesh, spec, memory_kind=wanted_memory_kind(now, None))
+    if now.kind == "traced":
+        return ArgumentPlan(want) if explicit else _STAYS
+    if not isinstance(mesh, Mesh):
+        return ArgumentPlan(want) if now.kind == "abstract" and x.sharding is None else _STAYS
+    if x.sharding is None if now.kind == "abstract" else not now.committed:
+        # Replicated where nothing else is said, as jit would do; done here, numpy and JAX arrays have one trace.
+        return ArgumentPlan(want or NamedSharding(mesh, PartitionSpec()))
+    place = want or _same_spec(x, mesh)
+    mismatch = compare(leaf.path, x, want if explicit else None, mesh, place)
+    return _STAYS if mismatch is None else ArgumentPlan(place, mismatch)
 
 
 def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
@@ -117,141 +201,174 @@ def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
     return wanted
 
 
-def _expect(leaf: Leaf, planned: LeafPlan | None, explicit: bool, mesh: MeshLike) -> Expectation:
-    x = leaf.value
-    if isinstance(x, jax.Ref) or x.dtype == jax.dtypes.float0:
-        # One is changed where it is, the other has no bytes: nothing to move.
-        return _FINE
-    spec = None if planned is None else planned.spec
-    now = placement_of(x, staging=False)
-    want = None if spec is None else NamedSharding(mesh, spec, memory_kind=wanted_memory_kind(now, None))
-    if now.kind == "traced":
-        return Expectation(want) if explicit else _FINE
-    if not isinstance(mesh, Mesh):
-        return Expectation(want) if now.kind == "abstract" and x.sharding is None else _FINE
-    if x.sharding is None if now.kind == "abstract" else not now.committed:
-        # Replicated where nothing else is said, as jit would do; done here, numpy and JAX arrays have one trace.
-        return Expectation(want or NamedSharding(mesh, PartitionSpec()))
-    place = want or _same_spec(x, mesh)
-    mismatch = compare(leaf.path, x, want if explicit else None, mesh, place)
-    return _FINE if mismatch is None else Expectation(place, mismatch)
+def _plan_without_mesh(arrays: Sequence[Leaf]) -> list[ArgumentPlan]:
+    """Without a mesh in context, all committed arguments must at least share their devices, in one order."""
+
+    def committed(leaf: Leaf) -> bool:
+        return placement_of(leaf.value, staging=False).committed
+
+    reference = max(filter(committed, arrays), key=lambda leaf: len(leaf.value.sharding.device_set), default=None)
+    if reference is None:
+        return [_STAYS] * len(arrays)
+    return [ArgumentPlan(None, _compare_devices(x, reference)) if committed(x) else _STAYS for x in arrays]
 
 
-def _is_on(x: Any, mesh: MeshLike) -> bool:
-    """The common case, told at a glance: committed, on this very mesh."""
-    return type(x) is compat.ArrayImpl and x.committed and getattr(x.sharding, "mesh", None) is mesh
+# --- how it differs from that -----------------------------------------------------------------------------------------
 
 
-def _without_mesh(walked: Sequence[Leaf]) -> list[Expectation]:
-    committed = [is_array_like(leaf.value) and placement_of(leaf.value, staging=False).committed for leaf in walked]
-    if not any(committed):
-        return [_FINE] * len(walked)
-    judged = [leaf for leaf, is_committed in zip(walked, committed, strict=True) if is_committed]
-    reference = max(judged, key=lambda leaf: len(leaf.value.sharding.device_set))
-    out: list[Expectation] = []
-    for leaf, is_committed in zip(walked, committed, strict=True):
-        found = compare_devices(leaf.path, leaf.value, reference.path, reference.value) if is_committed else None
-        out.append(Expectation(None, found) if found else _FINE)
-    return out
+def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: NamedSharding) -> str | None:
+    """How a committed array differs from what a call needs, as a line of a message; None if it fits.
 
-
-def expectations(
-    walked: Sequence[Leaf], in_mapping: AxisMapping | None, mapping: AxisMapping | None, mesh: MeshLike | None
-) -> list[Expectation]:
-    """For each argument leaf, what must happen before the call.
-
-    With ``in_mapping`` each named leaf must have the sharding that it gives; otherwise committed arrays must be on the
-    context mesh, in whatever spec. Host and uncommitted arrays are placed: by ``in_mapping``, else by ``mapping``.
+    Args:
+        path: Its leaf path.
+        x: The array, or a struct with a sharding.
+        want: The sharding it must have; None: any spec on the mesh will do.
+        mesh: The mesh of the call.
+        place: Where it would be moved.
     """
-    if mesh is None:
-        return _without_mesh(walked)
-    if in_mapping is None and all(_is_on(leaf.value, mesh) for leaf in walked if is_array_like(leaf.value)):
-        return [_FINE] * len(walked)
-    planned = _planned(walked, in_mapping, mapping, mesh)
-    out: list[Expectation] = []
-    for i, leaf in enumerate(walked):
-        if not is_array_like(leaf.value):
-            out.append(_FINE)
+    have = x.sharding
+    found = [*_device_differences(have, mesh), *_axis_differences(have, mesh)]
+    if want is not None and not found and not have.is_equivalent_to(want, len(x.shape)):
+        if have.memory_kind != want.memory_kind:
+            found.append(("memory kind", f"memory kind {have.memory_kind!r}, but expected {want.memory_kind!r}"))
+        if not have.is_equivalent_to(want.with_memory_kind(have.memory_kind), len(x.shape)):
+            found.append(("spec", f"spec {_spec_text(have)}, but expected {_spec_text(want)}"))
+    return _difference_line(path, found, _moved_bytes(x, place)) if found else None
+
+
+def _difference_line(path: str, found: Sequence[tuple[str, str]], moved: int) -> str:
+    kinds, parts = zip(*found, strict=True)
+    return f"{path}: [{', '.join(kinds)}] {'; '.join(parts)}; a move costs {human_bytes(moved)}"
+
+
+def _device_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    present, expected = compat.device_order(have), tuple(mesh.devices.flat)
+    if isinstance(have, SingleDeviceSharding) and len(expected) > 1:
+        text = f"committed to one device, {present[0].id}, but expected on {_ids(expected)}"
+        yield "committed to one device", text
+        return
+    processes, wanted = (sorted({d.process_index for d in devices}) for devices in (present, expected))
+    if processes != wanted:
+        yield "process set", f"spread over processes {processes}, but expected {wanted}"
+    yield from _order_difference(present, expected, "expected")
+
+
+def _order_difference(present: Sequence[Device], expected: Sequence[Device], what: str) -> Iterator[tuple[str, str]]:
+    have, want = set(present), set(expected)
+    if have == want:
+        if present != expected:
+            yield "device order", f"device order {_ids(present)}, but {what} {_ids(expected)}"
+        return
+    relation = "a subset" if have < want else "a superset" if have > want else "overlapping"
+    relation = relation if have & want else "disjoint"
+    yield "device set", f"device set {_ids(present)}, but {what} {_ids(expected)} (it is {relation})"
+
+
+def _axis_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    if not isinstance(have, NamedSharding):
+        return
+    if tuple(have.mesh.shape.items()) != tuple(mesh.shape.items()):
+        kind = "axis sizes" if have.mesh.axis_names == mesh.axis_names else "axis names"
+        yield kind, f"mesh axes ({describe(have.mesh)}), but expected ({describe(mesh)})"
+    elif have.mesh.axis_types != mesh.axis_types:
+        present, expected = (", ".join(t.name for t in m.axis_types) for m in (have.mesh, mesh))
+        yield "axis types", f"axis types ({present}), but expected ({expected})"
+
+
+def _compare_devices(leaf: Leaf, reference: Leaf) -> str | None:
+    have, want = (compat.device_order(x.value.sharding) for x in (leaf, reference))
+    found = list(_order_difference(have, want, f"{reference.path} is on"))
+    return _difference_line(leaf.path, found, leaf.value.nbytes) if found else None
+
+
+def _ids(devices: Sequence[Device]) -> str:
+    ids = [d.id for d in devices]
+    if len(ids) > 16:
+        return f"[{', '.join(map(str, ids[:6]))}, ... {ids[-1]}] ({len(ids)} devices)"
+    return str(ids)
+
+
+def _spec_text(sharding: Sharding) -> str:
+    if isinstance(sharding, NamedSharding):
+        return str(sharding.spec)
+    return "one device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
+
+
+def _moved_bytes(x: Any, place: NamedSharding) -> int:
+    """Bytes to move: none where only names change, else all."""
+    shape, have = tuple(x.shape), x.sharding
+    stays = (
+        compat.device_order(have) == compat.device_order(place)
+        and have.memory_kind == place.memory_kind
+        and have.devices_indices_map(shape) == place.devices_indices_map(shape)
+    )
+    return 0 if stays else math.prod(shape) * x.dtype.itemsize
+
+
+# --- the message ------------------------------------------------------------------------------------------------------
+
+
+def mismatch_message(name: str, found: Sequence[str], total: int, fixes: Sequence[str]) -> str:
+    """The layout of the message for all mismatching arguments of one call."""
+    noun = f"argument {'leaf' if total == 1 else 'leaves'} {'is' if len(found) == 1 else 'are'}"
+    headline = f"{name}: {len(found)} of {total} {noun} not placed as the call needs"
+    return message(headline, found, fix="\n  fix: ".join(fixes))
+
+
+def mismatch_text(
+    name: str,
+    arrays: Sequence[Leaf],
+    plans: Sequence[ArgumentPlan],
+    mappings: tuple[AxisMapping | None, AxisMapping | None],
+    mesh: MeshLike | None,
+) -> str:
+    """The message for all mismatching arguments of a call, with the calls that place them, to be copied.
+
+    ``mappings`` are the one that the function was given, which a fix spells out, and the one that is used.
+    """
+    mapping_text = _mapping_in_fix(*mappings)
+    fixes: dict[str, None] = {}
+    puts: dict[tuple[str, NamedSharding], list[str]] = {}
+    for leaf, plan in zip(arrays, plans, strict=True):
+        root = _root(leaf.path)
+        if plan.mismatch is None:
+            continue
+        if leaf.names is not None and mapping_text is not None:
+            fixes[f"{root} = ns.shard({root}{mapping_text})"] = None
+        elif plan.place is not None:
+            puts.setdefault((root, plan.place), []).append(leaf.path)
         else:
-            out.append(_expect(leaf, planned[i] if planned else None, in_mapping is not None, mesh))
-    return out
+            anywhere = "put all arguments on one mesh with ns.shard(..., mesh=mesh), and call under jax.set_mesh(mesh)"
+            fixes[anywhere] = None
+    lines = [*fixes, *(_put_text(root, paths, want) for (root, want), paths in puts.items())]
+    if mesh is not None:
+        if puts:
+            lines[-1] += "  # mesh: the one in force"
+        lines.append('or pass on_mismatch="reshard" to move them at each call')
+    return mismatch_message(name, [p.mismatch for p in plans if p.mismatch is not None], len(arrays), lines)
+
+
+def _mapping_in_fix(given: AxisMapping | None, mapping: AxisMapping | None) -> str | None:
+    """How a fix spells the mapping: the ``given`` one in full, one in context not at all; None where there is none."""
+    if given is None:
+        return None if mapping is None else ""
+    rules = ", ".join(
+        f"{axis!r}: {f'ns.{rule!r}' if isinstance(rule, First) else repr(rule)}" for axis, rule in given.rules.items()
+    )
+    policy = "" if given.indivisible == "error" else f", indivisible={given.indivisible!r}"
+    return f", {{{rules}}}{policy}"
 
 
 def _root(path: str) -> str:
-    for i, char in enumerate(path):
-        if char in ".[":
-            return path[:i]
-    return path
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
-def _sharding_text(want: NamedSharding) -> str:
-    kind = "" if want.memory_kind in (None, "device") else f", memory_kind={want.memory_kind!r}"
-    return f"jax.NamedSharding(mesh, jax.P({', '.join(map(repr, want.spec))}){kind})"
-
-
-def _put(paths: Sequence[str], want: NamedSharding) -> str:
+def _put_text(root: str, paths: Sequence[str], want: NamedSharding) -> str:
     """An assignment that can be copied; modules are frozen, so a leaf in a tree is replaced by ``eqx.tree_at``."""
-    root, sharding = _root(paths[0]), _sharding_text(want)
+    kind = "" if want.memory_kind in (None, "device") else f", memory_kind={want.memory_kind!r}"
+    sharding = f"jax.NamedSharding(mesh, jax.P({', '.join(map(repr, want.spec))}){kind})"
     inner = [path.removeprefix(root) for path in paths]
     if inner == [""]:
         return f"{root} = jax.device_put({root}, {sharding})"
     picked = f"t{inner[0]}" if len(inner) == 1 else f"[{', '.join(f't{p}' for p in inner)}]"
     return f"{root} = eqx.tree_at(lambda t: {picked}, {root}, replace_fn=lambda x: jax.device_put(x, {sharding}))"
-
-
-def mismatch_text(
-    name: str, bad: Sequence[tuple[Leaf, Expectation]], total: int, mapping_text: str | None, mesh: MeshLike | None
-) -> str:
-    """The whole message, with the exact calls that put things right.
-
-    ``mapping_text`` is how a call of `shard` spells the mapping: see `mapping_in_fix`.
-    """
-    fixes: dict[str, None] = {}
-    puts: dict[tuple[str, NamedSharding], list[str]] = {}
-    for leaf, expectation in bad:
-        if leaf.names is not None and mapping_text is not None:
-            fixes[f"{_root(leaf.path)} = ns.shard({_root(leaf.path)}{mapping_text})"] = None
-        elif expectation.place is not None:
-            puts.setdefault((_root(leaf.path), expectation.place), []).append(leaf.path)
-        else:
-            fixes["put all arguments on one mesh with ns.shard(..., mesh=mesh), and call under jax.set_mesh(mesh)"] = (
-                None
-            )
-    lines = [*fixes, *(_put(paths, want) for (_, want), paths in puts.items())]
-    if mesh is not None:
-        if puts:
-            lines[-1] += "  # mesh: the one in force"
-        lines.append('or pass on_mismatch="reshard" to move them at each call')
-    found = [e.mismatch for _, e in bad if e.mismatch is not None]
-    return mismatch_message(name, found, total, lines)
-
-
-def _rule_text(rule: Any) -> str:
-    return f"ns.{rule!r}" if isinstance(rule, First) else repr(rule)
-
-
-def mapping_in_fix(in_mapping: AxisMapping | None, own: AxisMapping | None, mapping: AxisMapping | None) -> str | None:
-    """How the fix spells the mapping: not at all where it is in force; None where there is none."""
-    given = in_mapping if in_mapping is not None else own
-    if given is None:
-        return None if mapping is None else ""
-    rules = ", ".join(f"{axis!r}: {_rule_text(rule)}" for axis, rule in given.rules.items())
-    policy = "" if given.indivisible == "error" else f", indivisible={given.indivisible!r}"
-    return f", {{{rules}}}{policy}"
-
-
-def traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[Device, ...] | None, bool]:
-    """The devices that a call is traced for, as far as is known before lowering, and whether something fixes them.
-
-    Nothing does where no mesh is in force and no argument is committed: then the traced code may still decide.
-    """
-    if mesh is not None:
-        return (tuple(mesh.devices.flat), True) if isinstance(mesh, Mesh) else (None, False)
-    if any(isinstance(x, Tracer) for x in values):
-        return None, False
-    shardings = [x.sharding for x in values if getattr(x, "sharding", None) is not None]
-    committed = [x.sharding for x in values if getattr(x, "committed", False) or isinstance(x, jax.ShapeDtypeStruct)]
-    fixed = [s for s in committed if s is not None]
-    if fixed:
-        return compat.device_order(fixed[0]), True
-    return (compat.device_order(shardings[0]) if shardings else None), False

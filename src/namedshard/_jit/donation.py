@@ -1,4 +1,4 @@
-"""Donated arguments of compiled functions: which they are, and everything that can go wrong with them."""
+"""Donated arguments of compiled functions: which they are, and checks that they can be donated."""
 
 import inspect
 from collections import Counter
@@ -9,6 +9,7 @@ import jax
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DonationError, did_you_mean, message
+from namedshard._jit.arguments import parameters_of
 from namedshard._jit.program import Output
 from namedshard._types import Tracer
 
@@ -25,24 +26,24 @@ def _leaf_mask(spec: Any, value: Any) -> list[bool]:
     return mask
 
 
-def _named_ones(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:
+def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:
     """Those of the named donation specs whose argument is among the ``count`` positional ones, by position."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
+    parameters = parameters_of(fn)
+    if parameters is None:
         return {}
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {p.name: i for i, p in enumerate(parameters) if p.kind in by_keyword}
     unknown = [key for key in specs if key not in known]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if unknown and inspect.Parameter.VAR_KEYWORD not in [p.kind for p in parameters]:
         raise DonationError(
             message(
                 f"{name}: donate_kwargs names {'an argument' if len(unknown) == 1 else 'arguments'} that the function"
                 " does not have",
-                [f"{key!r}{did_you_mean(key, known)}" for key in unknown],
+                [f"{key!r}{did_you_mean(key, list(known))}" for key in unknown],
                 fix=f"the arguments with names are {', '.join(known) or 'none'}",
             )
         )
-    return {i: specs[p.name] for i, p in enumerate(parameters[:count]) if p.name in known and p.name in specs}
+    return {known[key]: spec for key, spec in specs.items() if known.get(key, count) < count}
 
 
 def donation_mask(
@@ -71,7 +72,7 @@ def donation_mask(
     by_position += [False] * (len(args) - len(by_position))
     by_name = dict.fromkeys(kwargs, donate_kwargs) if isinstance(donate_kwargs, bool) else dict(donate_kwargs or {})
     if not isinstance(donate_kwargs, bool):
-        for i, spec in _named_ones(name, fn, by_name, len(args)).items():
+        for i, spec in _named_positional(name, fn, by_name, len(args)).items():
             by_position[i] = by_position[i] or spec
     mask: list[bool] = []
     named = [*zip(by_position, args, strict=True), *((by_name.get(k, False), kwargs[k]) for k in sorted(kwargs))]
@@ -94,14 +95,14 @@ def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths:
 
     JAX finds the latter when it runs, and jax 0.10 crashes over it.
     """
-    places = [compat.first_buffer(x) if type(x) is compat.ArrayImpl and x.size else id(x) for x in arrays]
-    if len(set(places)) == len(places):
+    buffers = [compat.first_buffer(x) if type(x) is compat.ArrayImpl and x.size else id(x) for x in arrays]
+    # The common case, on the hot path: a set is faster than counting.
+    if len(set(buffers)) == len(buffers):
         return
-    counts = Counter(places)
-    shared = dict.fromkeys(places[n] for n in donate if counts[places[n]] > 1)
+    counts = Counter(buffers)
     lines: list[str] = []
-    for one in shared:
-        same = [n for n, place in enumerate(places) if place == one]
+    for shared in dict.fromkeys(buffers[n] for n in donate if counts[buffers[n]] > 1):
+        same = [n for n, buffer in enumerate(buffers) if buffer == shared]
         what = "are one array" if len({id(arrays[n]) for n in same}) == 1 else "share their memory"
         lines.append(f"{' and '.join(paths[n] for n in same)} {what}")
     if lines:
@@ -115,14 +116,14 @@ def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths:
         )
 
 
-def can_be_deleted(x: Any) -> bool:
-    """Concrete arrays can."""
+def is_concrete(x: Any) -> bool:
+    """Whether it is an array with values, which may have been deleted."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def check_live(name: str, arrays: Sequence[Any], live: Sequence[int], paths: Sequence[str]) -> None:
-    """Name the arguments that were donated or deleted before. ``live`` numbers those that may have been."""
-    gone = [n for n in live if arrays[n].is_deleted()]
+def check_not_deleted(name: str, arrays: Sequence[Any], concrete: Sequence[int], paths: Sequence[str]) -> None:
+    """Name the arguments that were donated or deleted before. ``concrete`` numbers those that may have been."""
+    gone = [n for n in concrete if arrays[n].is_deleted()]
     if gone:
         noun = "argument leaf was" if len(gone) == 1 else "argument leaves were"
         raise DonationError(
@@ -141,20 +142,7 @@ def check_donatable(
 
     A donated argument that no output is like is merely freed.
     """
-    lines: list[str] = []
-    for n in donate:
-        x = arrays[n]
-        if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
-            continue
-        alike = [o for o in outputs if o.shape == x.shape and o.dtype == x.dtype]
-        if not alike or any(_fits(x, o) for o in alike):
-            continue
-        have, like = x.sharding, alike[0]
-        if have.memory_kind != like.memory_kind:
-            lines.append(f"{paths[n]}: memory kind {have.memory_kind!r}, but {like.path} is in {like.memory_kind!r}")
-        elif like.asked is not None:
-            spec = getattr(have, "spec", type(have).__name__)
-            lines.append(f"{paths[n]}: spec {spec}, but {like.path} has {like.asked.spec}")
+    lines = [f"{paths[n]}: {why}" for n in donate if (why := _why_not_donatable(arrays[n], outputs))]
     if lines:
         noun = "argument leaf" if len(lines) == 1 else "argument leaves"
         raise DonationError(
@@ -164,6 +152,20 @@ def check_donatable(
                 fix="give input and output the same mapping and memory kind, or do not donate it",
             )
         )
+
+
+def _why_not_donatable(x: Any, outputs: Sequence[Output]) -> str | None:
+    if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
+        return None
+    alike = [o for o in outputs if (o.aval.shape, o.aval.dtype) == (x.shape, x.dtype)]
+    if not alike or any(_fits(x, o) for o in alike):
+        return None
+    have, like = x.sharding, alike[0]
+    if have.memory_kind != like.memory_kind:
+        return f"memory kind {have.memory_kind!r}, but {like.path} is in {like.memory_kind!r}"
+    # The compiler may choose for an output that no mapping places; then the array fits.
+    assert like.asked is not None
+    return f"spec {getattr(have, 'spec', type(have).__name__)}, but {like.path} has {like.asked.spec}"
 
 
 def _fits(x: Any, output: Output) -> bool:

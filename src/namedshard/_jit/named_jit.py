@@ -9,22 +9,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
-from namedshard._jit.arguments import argument_leaves, expectations, holder_of, mapping_in_fix, mismatch_text
-from namedshard._jit.donation import can_be_deleted, check_donatable, check_live, check_shared, donation_mask
-from namedshard._jit.program import Program, check_host_outputs, check_trace, make_program, program_key, told
-from namedshard._jit.signature import check_hashable, held_values, number_types, same_objects, signature, static_key
+from namedshard._jit.arguments import ArgumentPlan, flatten_arguments, holder_of, mismatch_text, plan_arguments
+from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
+from namedshard._jit.program import Function, Program, TraceContext, code_of
+from namedshard._jit.signature import (
+    check_hashable,
+    differing_numbers,
+    held_numbers,
+    program_key,
+    signature,
+    static_key,
+)
 from namedshard._jit.stages import Lowered
-from namedshard._jit.store import Call, OnMismatch, Options, Report, store_of_function, store_of_structure, weakly
+from namedshard._jit.store import CallPlan, OnMismatch, Options, Report, store_of_function, store_of_structure
 from namedshard._place.shard import place_leaves
-from namedshard._plan.leaves import Leaf, is_array_like
+from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, context_mesh, describe
 from namedshard._processes.coordination import EXCHANGE_FAILURE, refuse_compiled
-from namedshard._types import PyTree, PyTreeDef, Tracer
+from namedshard._types import PyTree
 
 _NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
@@ -41,13 +48,14 @@ class NamedJit:
         holder = holder_of(fn)
         self._prefix: tuple[Any, ...] = () if holder is None else (holder,)
         self._fn_leaf_count = len(jax.tree_util.tree_leaves(self._prefix))
-        self._store = (
-            store_of_function(fn, options)
-            if holder is None
-            else store_of_structure(jax.tree_util.tree_structure(holder), options)
-        )
+        get = None
+        if holder is None:
+            self._store, get = store_of_function(fn, options)
+        else:
+            self._store = store_of_structure(jax.tree_util.tree_structure(holder), options)
         named = fn.func if isinstance(fn, functools.partial) else fn
         self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        self._function = Function(self._name, get, code_of(named), dict(options.jit_kwargs))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundNamedJit(self, instance)
@@ -62,25 +70,27 @@ class NamedJit:
             refuse_compiled(self._name, jax.tree_util.tree_leaves((*self._prefix, args, kwargs)), context_mesh())
         call, leaves = self._find(args, kwargs)
         program = call.program
-        arrays = leaves if program.arrays is None else [leaves[i] for i in program.arrays]
-        if compat.CRASHES_ON_DELETED or call.moves or not call.settled:
-            check_live(self._name, arrays, call.live, call.paths)
+        arrays = program.select(leaves)
+        if compat.CRASHES_ON_DELETED or call.moves or not call.has_run:
+            check_not_deleted(self._name, arrays, call.concrete, call.paths)
         if program.donate:
             check_shared(self._name, arrays, program.donate, call.paths)
-        if not call.settled:
-            self._require_devices(program.mesh)
-            self._check(call, arrays)
+        if not call.has_run:
+            self._require_devices(program.context.mesh)
+            self._trace(call, arrays)
         if call.moves:
             arrays = self._place(arrays, call)
         try:
-            out = program.jitted(*arrays) if call.settled else self._first_run(call, arrays)
+            out = program.jitted(*arrays) if call.has_run else self._first_run(call, arrays)
         except RuntimeError:
-            check_live(self._name, arrays, call.live, call.paths)
+            check_not_deleted(self._name, arrays, call.concrete, call.paths)
             raise
         store.runs = call.used = store.runs + 1
-        return program.finish(arrays, out) if program.empty or program.surrender else program.build(out)
+        return program.finish(arrays, out) if program.empty or program.delete_after else program.build(out)
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
+    # --- look up and plan a call --------------------------------------------------------------------------------------
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
         """What to do for these arguments, and their leaves."""
         store = self._store
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
@@ -91,7 +101,7 @@ class NamedJit:
             now = compat.placements(leaves), mapping, context, treedef
         except AttributeError:
             now = None
-        # Mostly the same as in the last call, which is told by identity and faster than by hash.
+        # Mostly the same as in the last call, which comparing finds faster than hashing.
         seen, call = store.last
         key = None
         if now is None or now != seen:
@@ -99,108 +109,76 @@ class NamedJit:
             try:
                 call = store.calls.get(key)
             except TypeError:
-                check_hashable(self._name, self._walk(args, kwargs))
-                raise
-        if call is not None and call.held is not None:
-            held = held_values(treedef)
-            if not same_objects(held, call.held[0]) and (numbers := number_types(held)) != call.held[1]:
-                # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
-                key = treedef, signature(leaves), mapping, context
+                # Something cannot be hashed; planning finds out what.
+                call = None
+        if call is not None and call.held is not None and (numbers := differing_numbers(treedef, call.held)):
+            # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
+            key = treedef, signature(leaves), mapping, context
+            call = store.calls.get(key)
+            if call is not None and call.held is not None and call.held[1] != numbers[0]:
+                key = (*key, *numbers)
                 call = store.calls.get(key)
-                if call is not None and call.held is not None and call.held[1] != numbers:
-                    key = (*key, numbers)
-                    call = store.calls.get(key)
         if call is None:
             assert key is not None
-            call = self._prepare(key, leaves, treedef, mapping, args, kwargs)
+            call = self._plan(key, args, kwargs)
         if key is not None:
             store.last = now, call
         return call, leaves
 
-    def _prepare(
-        self,
-        key: tuple[Any, ...],
-        leaves: Sequence[Any],
-        treedef: PyTreeDef,
-        mapping: AxisMapping | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Call:
+    def _plan(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        """Check the arguments of a new signature, decide where each goes, and find or make the program to run."""
+        treedef, _, mapping, *_ = key
         options, store = self._options, self._store
+        arguments = flatten_arguments(treedef, self._fn, self._prefix, args, kwargs)
+        check_hashable(self._name, key, arguments.leaves)
         with store.lock:
             mesh = context_mesh()
             self._require_mesh(mapping, mesh)
-            walked = self._walk(args, kwargs)
-            wanted = expectations(walked, options.in_axis_resources, mapping, mesh)
-            bad = [i for i, e in enumerate(wanted) if e.mismatch is not None]
-            if bad:
-                text = mismatch_text(
-                    self._name,
-                    [(walked[i], wanted[i]) for i in bad],
-                    sum(is_array_like(leaf.value) for leaf in walked),
-                    mapping_in_fix(options.in_axis_resources, options.axis_resources, mapping),
-                    mesh,
-                )
-                if options.on_mismatch == "warn":
-                    self._warn(text)
-                elif options.on_mismatch == "error" or any(wanted[i].place is None for i in bad):
-                    raise MismatchError(text)
-            reshard = options.on_mismatch == "reshard"
-            placed = [e.place if e.mismatch is None or reshard else None for e in wanted]
-            held = held_values(treedef)
-            numbers = number_types(held)
-            full_key = (treedef, numbers, program_key(walked, placed), *key[2:])
+            plans = plan_arguments(arguments.arrays, options.in_axis_resources, mapping, mesh)
+            plans = self._check_mismatches(arguments.arrays, plans, mapping, mesh)
+            held = held_numbers(treedef)
+            # Several signatures can lead to one trace: it ignores what is committed, for example.
+            full_key = (treedef, held and held[1], program_key(arguments, [p.place for p in plans]), *key[2:])
             program = store.programs.get(full_key)
             if program is None:
-                program = self._make(leaves, treedef, [leaf.path for leaf in walked], mapping, mesh, args, kwargs)
-                store.programs[full_key] = program
-            numbers_of = range(len(leaves)) if program.arrays is None else program.arrays
-            position = {i: n for n, i in enumerate(numbers_of)}
-            call = Call(
+                donated = [False] * self._fn_leaf_count
+                donated += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
+                out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
+                context = TraceContext(mapping, out_mapping, mesh)
+                program = store.programs[full_key] = Program(self._function, arguments, donated, context)
+            call = CallPlan(
                 program,
-                tuple(leaf.path for leaf in walked),
-                tuple(walked[i].path for i in position),
-                tuple(n for i, n in position.items() if can_be_deleted(leaves[i])),
-                tuple((position[i], want) for i, want in enumerate(placed) if want is not None),
-                tuple(position[i] for i in bad) if reshard else (),
-                None if numbers is None else (held, numbers),
+                tuple(leaf.path for leaf in arguments.leaves),
+                tuple(leaf.path for leaf in arguments.arrays),
+                tuple(n for n, leaf in enumerate(arguments.arrays) if is_concrete(leaf.value)),
+                tuple((n, p.place) for n, p in enumerate(plans) if p.place is not None),
+                tuple(n for n, p in enumerate(plans) if p.mismatch is not None),
+                held,
             )
-            self._hint_numbers(walked)
+            self._hint_numbers(arguments.leaves)
             store.add(key, call)
             return call
 
-    def _make(
+    def _check_mismatches(
         self,
-        leaves: Sequence[Any],
-        treedef: PyTreeDef,
-        paths: Sequence[str],
+        arrays: Sequence[Leaf],
+        plans: Sequence[ArgumentPlan],
         mapping: AxisMapping | None,
         mesh: MeshLike | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Program:
-        options = self._options
-        mask = [False] * self._fn_leaf_count
-        mask += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
-        out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
-        fn = None if self._prefix else weakly(self._fn)
-        jit_kwargs = dict(options.jit_kwargs)
-        told_as = told(self._fn, [path for x, path in zip(leaves, paths, strict=True) if is_array_like(x)])
-        return make_program(self._name, fn, told_as, treedef, leaves, mask, mapping, out_mapping, mesh, jit_kwargs)
-
-    def _check(self, call: Call, arrays: Sequence[Any]) -> list[Any]:
-        """What only the trace tells, before anything moves or runs; returns the arguments as they will be placed."""
-        program, placed = call.program, list(arrays)
-        for n, want in call.moves:
-            x = placed[n]
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-            weak = bool(getattr(x, "weak_type", False))
-            placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
-        if not program.checked and (text := check_trace(program, placed)):
-            self._warn(text)
-        if program.donate:
-            check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
-        return placed
+    ) -> Sequence[ArgumentPlan]:
+        """Raise, warn, or neither, as ``on_mismatch`` says, and return the plans that hold."""
+        policy = self._options.on_mismatch
+        mismatching = [p for p in plans if p.mismatch is not None]
+        # An argument that has no place cannot be resharded.
+        if not mismatching or (policy == "reshard" and all(p.place is not None for p in mismatching)):
+            return plans
+        given = self._options.in_axis_resources
+        given = given if given is not None else self._options.axis_resources
+        text = mismatch_text(self._name, arrays, plans, (given, mapping), mesh)
+        if policy != "warn":
+            raise MismatchError(text)
+        self._warn(text)
+        return [p if p.mismatch is None else ArgumentPlan() for p in plans]
 
     def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
         options = self._options
@@ -229,11 +207,9 @@ class NamedJit:
                 )
             )
 
-    def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
-        return argument_leaves(self._fn, self._prefix, args, kwargs)
-
-    def _hint_numbers(self, walked: Sequence[Leaf]) -> None:
-        for leaf in walked:
+    def _hint_numbers(self, leaves: Sequence[Leaf]) -> None:
+        """Warn of a Python number that has had three values, each of which compiled the function again."""
+        for leaf in leaves:
             if type(leaf.value) not in (bool, int, float, complex):
                 continue
             seen = self._store.numbers_seen[leaf.path]
@@ -248,9 +224,28 @@ class NamedJit:
                         )
                     )
 
-    # --- around a run -------------------------------------------------------------------------------------------------
+    def _warn(self, text: str | None) -> None:
+        if text is not None and text not in self._store.warned:
+            self._store.warned.add(text)
+            warn_user(text)
 
-    def _place(self, arrays: Sequence[Any], call: Call) -> list[Any]:
+    # --- trace and run ------------------------------------------------------------------------------------------------
+
+    def _trace(self, call: CallPlan, arrays: Sequence[Any]) -> list[Any]:
+        """Trace and check for the arguments as they will be placed, and return them, before anything moves or runs."""
+        program, placed = call.program, list(arrays)
+        for n, want in call.moves:
+            x = placed[n]
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+            weak = bool(getattr(x, "weak_type", False))
+            placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
+        if program.jitted is None:
+            self._warn(program.trace(placed))
+        if program.donate:
+            check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
+        return placed
+
+    def _place(self, arrays: Sequence[Any], call: CallPlan) -> list[Any]:
         placed = place_leaves(call.paths, arrays, call.moves, call.program.donate)
         if call.reshards:
             store = self._store
@@ -269,41 +264,16 @@ class NamedJit:
                 )
         return placed
 
-    def _first_run(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any]:
-        with call.program.counting():
-            check_host_outputs(call.program, arrays)
-            out = call.program.jitted(*arrays)
-        call.settled = True
-        self._compare_outputs(call, out)
+    def _first_run(self, call: CallPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+        program = call.program
+        with program.counting():
+            program.check_memory(arrays)
+            out = program.jitted(*arrays)
+        call.has_run = True
+        self._warn(program.check_places(out))
         return out
 
-    def _compare_outputs(self, call: Call, out: Sequence[Any]) -> None:
-        """Are the outputs where the mapping wants them?"""
-        lines: list[str] = []
-        for x, output in zip(out, call.program.outputs, strict=True):
-            asked = output.asked
-            if asked is None or not x.size or isinstance(x, Tracer) or not isinstance(asked.mesh, Mesh):
-                continue
-            have = x.sharding
-            if have.memory_kind != asked.memory_kind:
-                lines.append(f"{output.path}: in memory {have.memory_kind!r}, but {asked.memory_kind!r} was asked for")
-            elif not have.is_equivalent_to(asked, x.ndim):
-                lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
-        if lines:
-            self._warn(
-                message(
-                    f"{self._name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
-                    lines,
-                    fix="move the result after the call with ns.shard",
-                )
-            )
-
-    def _warn(self, text: str) -> None:
-        if text not in self._store.warned:
-            self._store.warned.add(text)
-            warn_user(text)
-
-    # --- the other doors ----------------------------------------------------------------------------------------------
+    # --- lower without running ----------------------------------------------------------------------------------------
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Lower for arguments (arrays or ``jax.ShapeDtypeStruct``s), as ``jax.jit(...).lower`` does.
@@ -318,7 +288,7 @@ class NamedJit:
 
     def lower_bound(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """Lower with some leading arguments that the result does not ask for again."""
-        call, arrays = self._abstract((*bound, *args), kwargs)
+        call, arrays = self._trace_only((*bound, *args), kwargs)
         return Lowered(call.program.jitted.lower(*arrays), call, self._prefix, bound)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
@@ -334,20 +304,20 @@ class NamedJit:
         Raises:
             NamedShardError: As a call does.
         """
-        program = self._abstract(args, kwargs)[0].program
+        program = self._trace_only(args, kwargs)[0].program
+        typed = ((o.aval, o.asked) for o in program.outputs)
         return program.build(
-            [jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=o.asked, weak_type=o.weak_type) for o in program.outputs]
+            [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in typed]
         )
 
-    def _abstract(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, list[Any]]:
-        """The arguments as they would be once placed, and the program, traced."""
+    def _trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
+        """What to do in a call, with the program traced, and the arguments as they would be placed."""
         call, leaves = self._find(args, kwargs)
-        return call, self._check(call, call.program.picked(leaves))
+        return call, self._trace(call, call.program.select(leaves))
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
-        store = self._store
-        return Report(store.runs, store.traces, store.compiles, store.reshards, store.bytes_moved)
+        return self._store.report()
 
 
 @jax.tree_util.register_pytree_node_class
@@ -495,5 +465,63 @@ def named_jit(
 
     def wrap(function: Callable[..., Any]) -> NamedJit:
         return NamedJit(function, options)
+
+    return wrap if fn is None else wrap(fn)
+
+
+@overload
+def fsdp(fn: Callable[..., Any], parameter_mapping: MappingLike, compute_mapping: MappingLike) -> NamedJit: ...
+
+
+@overload
+def fsdp(
+    fn: None = None, *, parameter_mapping: MappingLike, compute_mapping: MappingLike
+) -> Callable[[Callable[..., Any]], NamedJit]: ...
+
+
+@overload
+def fsdp(fn: MappingLike, parameter_mapping: MappingLike) -> Callable[[Callable[..., Any]], NamedJit]: ...
+
+
+def fsdp(
+    fn: Any = None, parameter_mapping: Any = None, compute_mapping: Any = None
+) -> NamedJit | Callable[[Callable[..., Any]], NamedJit]:
+    """Compile a step whose arguments and results are sharded one way and whose computation another.
+
+    The pattern of fully sharded data parallelism (Rajbhandari et al., "ZeRO", 2020): parameters rest sharded over the
+    data axis and are gathered where they are used. The same as ``named_jit`` with ``in_axis_resources`` and
+    ``out_axis_resources`` the parameter mapping and ``axis_resources`` the compute mapping.
+
+    Args:
+        fn: The function; leave it out to use this as a decorator: ``@fsdp(parameter_mapping, compute_mapping)``.
+        parameter_mapping: For arguments and results.
+        compute_mapping: In force inside the function.
+
+    Returns:
+        The compiled function, or a decorator.
+
+    Raises:
+        TypeError: A mapping is missing.
+
+    Examples:
+        >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
+        >>> step = ns.fsdp(lambda w: w * 2, {"embed": "data"}, {"batch": "data"})
+        >>> with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("data",))):
+        ...     w = step(hax.named(jnp.arange(4.0), "embed"))
+        >>> w.array.tolist()
+        [0.0, 2.0, 4.0, 6.0]
+    """
+    if fn is not None and not callable(fn):
+        fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping
+    if parameter_mapping is None or compute_mapping is None:
+        raise TypeError("fsdp needs a parameter_mapping and a compute_mapping")
+
+    def wrap(function: Callable[..., Any]) -> NamedJit:
+        return named_jit(
+            function,
+            compute_mapping,
+            in_axis_resources=parameter_mapping,
+            out_axis_resources=parameter_mapping,
+        )
 
     return wrap if fn is None else wrap(fn)

@@ -15,9 +15,11 @@ from typing import Any, cast
 import haliax
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import StaticArgumentError, message
+from namedshard._jit.arguments import Arguments
 from namedshard._plan.leaves import Leaf, is_array_like
 from namedshard._types import PyTreeDef, Tracer
 
@@ -48,7 +50,7 @@ def _number_key(x: Any) -> Hashable:
     return kind, x
 
 
-def _other(x: Any) -> Hashable:
+def _leaf_key(x: Any) -> Hashable:
     if type(x) in _PLAIN:
         return type(x), x
     if isinstance(x, Tracer):
@@ -61,8 +63,44 @@ def _other(x: Any) -> Hashable:
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
-    """What the argument leaves are, for looking up what to do with them. Every call comes through here."""
-    return tuple([(x.aval, x.sharding, x.committed) if type(x) is compat.ArrayImpl else _other(x) for x in leaves])
+    """What the argument leaves are, for looking up what to do with them. On the hot path of every call."""
+    return tuple([(x.aval, x.sharding, x.committed) if type(x) is compat.ArrayImpl else _leaf_key(x) for x in leaves])
+
+
+# --- what a trace depends on ------------------------------------------------------------------------------------------
+
+
+def program_key(arguments: Arguments, places: Sequence[NamedSharding | None]) -> Hashable:
+    """What a trace depends on: numpy or jax, committed or not, makes no difference to it.
+
+    ``places`` holds, for each array, where it is placed before the call; None where it stays.
+    """
+    avals = tuple(_aval_key(leaf.value, place) for leaf, place in zip(arguments.arrays, places, strict=True))
+    return arguments.indices, avals, tuple(map(static_key, arguments.statics))
+
+
+def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
+    if isinstance(x, Tracer | jax.Ref):
+        return x.aval
+    weak = bool(getattr(x, "weak_type", False))
+    sharding = placed if placed is not None or isinstance(x, jax.Array) else getattr(x, "sharding", None)
+    space, typed = compat.DEVICE_SPACE, None
+    if sharding is not None:
+        space = compat.space_of_kind(sharding.memory_kind)
+        typed = _explicit_part(sharding, len(x.shape)) if isinstance(sharding, NamedSharding) else None
+    elif isinstance(x, jax.Array):
+        space, typed = compat.space_of_type(x.aval), _explicit_part(x.aval.sharding, x.ndim)
+    return tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), weak, space, typed
+
+
+def _explicit_part(sharding: NamedSharding, ndim: int) -> Hashable:
+    """What a sharding adds to an array's type: its mesh and the Explicit axes of its spec; None without such axes."""
+    mesh = sharding.mesh
+    if not compat.any_explicit(mesh):
+        return None
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    entries = [tuple(n for n in ((e,) if isinstance(e, str) else e or ()) if n in explicit) for e in sharding.spec]
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh, (*entries, *[()] * (ndim - len(entries)))
 
 
 # --- values that a structure holds ------------------------------------------------------------------------------------
@@ -82,13 +120,28 @@ def held_values(treedef: PyTreeDef) -> list[Any]:
     return found
 
 
-def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two rows hold the very same objects, which says more than that they are equal, and sooner."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def held_numbers(treedef: PyTreeDef) -> tuple[list[Any], Hashable] | None:
+    """The `held_values` of a structure and their `number_types`; None where nothing tells it from an equal one."""
+    values = held_values(treedef)
+    numbers = number_types(values)
+    return None if numbers is None else (values, numbers)
+
+
+def differing_numbers(treedef: PyTreeDef, held: tuple[Sequence[Any], Hashable]) -> tuple[Hashable, ...]:
+    """The `number_types` of a structure, if it differs in them from an equal one; else nothing.
+
+    ``held`` has the `held_numbers` of the other.
+    """
+    values = held_values(treedef)
+    # The very same objects are equal in type, too, and this is faster to check.
+    if len(values) == len(held[0]) and all(map(operator.is_, values, held[0])):
+        return ()
+    numbers = number_types(values)
+    return () if numbers == held[1] else (numbers,)
 
 
 def number_types(values: Sequence[Any]) -> Hashable:
-    """What tells rows of equal values apart: the types of their numbers, and the signs of zeros. None: nothing can."""
+    """A key for the types of the numbers among values, and the signs of zeros; None where there are no numbers."""
     marks = tuple([_mark(v) for v in values])
     return marks if any(mark is not None for mark in marks) else None
 
@@ -103,35 +156,45 @@ def _mark(x: Any) -> Hashable:
         return kind, x.tobytes()
     if isinstance(x, numbers.Number):
         return _number_key(x)
-    if isinstance(x, slice):
-        return number_types([x.start, x.stop, x.step])
     if isinstance(x, set | frozenset):
         return frozenset(map(static_key, cast("set[Any]", x)))
+    parts = _parts(x)
+    return None if parts is None else number_types(parts)
+
+
+def _parts(x: Any) -> Sequence[Any] | None:
+    """The values that a container holds; None for anything else."""
+    if isinstance(x, slice):
+        return x.start, x.stop, x.step
     if isinstance(x, tuple | list):
-        return number_types(cast("list[Any]", x))
+        return cast("list[Any]", x)
     if isinstance(x, dict):
-        return number_types(list(itertools.chain.from_iterable(cast("dict[Any, Any]", x).items())))
-    if dataclasses.is_dataclass(x) or hasattr(kind, "__attrs_attrs__"):
-        fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else kind.__attrs_attrs__
-        return number_types([getattr(x, field.name, None) for field in fields])
+        return list(itertools.chain.from_iterable(cast("dict[Any, Any]", x).items()))
+    if dataclasses.is_dataclass(x) or hasattr(type(x), "__attrs_attrs__"):
+        fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else type(x).__attrs_attrs__
+        return [getattr(x, field.name, None) for field in fields]
     return None
 
 
 # --- what cannot be an argument ---------------------------------------------------------------------------------------
 
 
-def _hashable(x: Any) -> bool:
+def _hashable(key: Hashable) -> bool:
     try:
-        hash(x)
+        hash(key)
     except TypeError:
         return False
     return True
 
 
-def check_hashable(name: str, walked: Sequence[Leaf]) -> None:
-    """Raise `StaticArgumentError` for every leaf that cannot be looked up by its value."""
-    bad = [leaf for leaf in walked if not is_array_like(leaf.value) and not _hashable(leaf.value)]
-    if bad:
+def check_hashable(name: str, key: Hashable, leaves: Sequence[Leaf]) -> None:
+    """Raise if the key of a call cannot be hashed: `StaticArgumentError` where leaves are the reason."""
+    try:
+        hash(key)
+    except TypeError:
+        bad = [leaf for leaf in leaves if not _hashable(_leaf_key(leaf.value))]
+        if not bad:
+            raise
         noun = "argument cannot be used as a static one" if len(bad) == 1 else "arguments cannot be used as static ones"
         raise StaticArgumentError(
             message(
@@ -139,4 +202,4 @@ def check_hashable(name: str, walked: Sequence[Leaf]) -> None:
                 [f"argument {x.path} is neither an array nor hashable: {type(x.value).__name__}" for x in bad],
                 fix="pass an array, or make it hashable (a tuple, a frozen dataclass)",
             )
-        )
+        ) from None

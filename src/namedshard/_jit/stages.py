@@ -8,10 +8,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from namedshard._errors import MismatchError, message
-from namedshard._jit.donation import can_be_deleted, check_live, check_shared
-from namedshard._jit.mismatch import compare, mismatch_message
-from namedshard._jit.signature import held_values, number_types, static_key
-from namedshard._jit.store import Call
+from namedshard._jit.arguments import compare, mismatch_message
+from namedshard._jit.donation import check_not_deleted, check_shared, is_concrete
+from namedshard._jit.signature import held_numbers, static_key
+from namedshard._jit.store import CallPlan
 from namedshard._place.route import placement_of
 from namedshard._place.shard import place_leaves
 
@@ -34,8 +34,11 @@ class OutputPlacement:
 class _Stage:
     """Passes everything else on to JAX's own stage."""
 
-    def __init__(self, stage: Any):
+    def __init__(self, stage: Any, call: CallPlan, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
         self._stage = stage
+        self._call = call
+        self._prefix = prefix
+        self._bound = bound
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
@@ -43,12 +46,6 @@ class _Stage:
 
 class Compiled(_Stage):
     """A compiled program that takes the arguments it was lowered for; all else as ``jax.stages.Compiled``."""
-
-    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
-        super().__init__(stage)
-        self._call = call
-        self._prefix = prefix
-        self._bound = bound
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run it.
@@ -62,8 +59,8 @@ class Compiled(_Stage):
         call, program = self._call, self._call.program
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, (*self._bound, *args), kwargs))
         self._check_structure(leaves, treedef)
-        arrays = program.picked(leaves)
-        check_live(program.name, arrays, [n for n, x in enumerate(arrays) if can_be_deleted(x)], call.paths)
+        arrays = program.select(leaves)
+        check_not_deleted(program.name, arrays, [n for n, x in enumerate(arrays) if is_concrete(x)], call.paths)
         if program.donate:
             check_shared(program.name, arrays, program.donate, call.paths)
         # Where it was lowered for structs, an array that is committed elsewhere is a mismatch, as in a call.
@@ -83,30 +80,18 @@ class Compiled(_Stage):
 
     def _check_structure(self, leaves: Sequence[Any], treedef: Any) -> None:
         program = self._call.program
-        numbers = None if self._call.held is None else self._call.held[1]
-        if treedef != program.treedef or number_types(held_values(treedef)) != numbers:
-            raise TypeError(
-                message(
-                    f"{program.name}: the arguments have another structure than those it was lowered for",
-                    [f"lowered for {program.treedef}", f"called with {treedef}"],
-                    fix="lower it again for these arguments",
-                )
-            )
-        arrays = range(len(leaves)) if program.arrays is None else program.arrays
-        held = set(arrays)
+        was, now = self._call.held, held_numbers(treedef)
+        if treedef != program.treedef or (was and was[1]) != (now and now[1]):
+            lines = [f"lowered for {program.treedef}", f"called with {treedef}"]
+            raise self._other_arguments("the arguments have another structure", lines)
+        arrays = set(range(len(leaves)) if program.indices is None else program.indices)
         differ = [
             f"{path}: lowered for {was!r}, called with {now!r}"
             for i, (path, was, now) in enumerate(zip(self._call.names, program.statics, leaves, strict=True))
-            if i not in held and static_key(was) != static_key(now)
+            if i not in arrays and static_key(was) != static_key(now)
         ]
         if differ:
-            raise TypeError(
-                message(
-                    f"{program.name}: static arguments have other values than those it was lowered for",
-                    differ,
-                    fix="lower it again for these arguments",
-                )
-            )
+            raise self._other_arguments("static arguments have other values", differ)
 
     def _check_types(self, values: Sequence[Any]) -> None:
         wanted = jax.tree_util.tree_leaves(self._stage.in_avals)
@@ -116,26 +101,21 @@ class Compiled(_Stage):
             if (want.shape, want.dtype) != (jax.typeof(x).shape, jax.typeof(x).dtype)
         ]
         if lines:
-            raise TypeError(
-                message(
-                    f"{self._call.program.name}: {len(lines)} of {len(wanted)} arguments have other types than those it"
-                    " was lowered for",
-                    lines,
-                    fix="lower it again for these arguments",
-                )
-            ) from None
+            what = f"{len(lines)} of {len(wanted)} arguments have other types"
+            raise self._other_arguments(what, lines) from None
+
+    def _other_arguments(self, what: str, lines: Sequence[str]) -> TypeError:
+        headline = f"{self._call.program.name}: {what} than those it was lowered for"
+        return TypeError(message(headline, lines, fix="lower it again for these arguments"))
 
     def _check_places(self, values: Sequence[Any]) -> None:
         # None stands for arguments that nothing depends on.
         wanted = jax.tree_util.tree_leaves(self._stage.input_shardings, is_leaf=lambda x: x is None)
-        found: list[Any] = []
-        fixes: list[str] = []
+        found: list[str] = []
         for path, want, x in zip(self._call.paths, wanted, values, strict=True):
-            if not (getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh)):
-                continue
-            bad = compare(path, x, want, want.mesh, want)
-            if bad is not None:
-                found.append(bad)
+            if getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh):
+                mismatch = compare(path, x, want, want.mesh, want)
+                found += [] if mismatch is None else [mismatch]
         if found:
             fixes = ["place them as they were when it was lowered, or lower it again for these arguments"]
             raise MismatchError(mismatch_message(self._call.program.name, found, len(values), fixes)) from None
@@ -162,12 +142,6 @@ class Compiled(_Stage):
 
 class Lowered(_Stage):
     """A lowered program; all else as ``jax.stages.Lowered``."""
-
-    def __init__(self, stage: Any, call: Call, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
-        super().__init__(stage)
-        self._call = call
-        self._prefix = prefix
-        self._bound = bound
 
     def compile(self, compiler_options: Any = None) -> Compiled:
         """Compile it."""

@@ -1,30 +1,92 @@
 """PURE. Transfers in traced code that the compiler will ignore, found in the jaxpr."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._types import Device
+from namedshard._errors import IgnoredTransferError, message
+from namedshard._plan.mesh import MeshLike
+from namedshard._types import Device, Tracer
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Transfer:
-    """A ``device_put`` that will do nothing, with where it stands in the user's code."""
-
-    source: str
-    target: str
-
-
-Known = dict[Any, Sharding]
+KnownShardings = dict[Any, Sharding]
 """The shardings of a jaxpr's variables, as far as they are certain."""
 
 
-def _transfers(jaxpr: Any, known: Known) -> Iterator[tuple[Any, Any, Known]]:
-    """Every ``device_put`` and each of its targets, nested ones included."""
+def check_transfers(name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike | None) -> str | None:
+    """Find every ``device_put`` in a function's jaxpr that the compiler ignores.
+
+    Args:
+        name: The function's name, for messages.
+        jaxpr: What it was traced to.
+        values: The arguments that it was traced for.
+        mesh: The mesh that it was traced under.
+
+    Returns:
+        A warning, if some only ask for another spec; else None.
+
+    Raises:
+        IgnoredTransferError: Some go to a device, order or platform that the compiled function doesn't run on.
+    """
+    devices, fixed = _traced_devices(values, mesh)
+    transfers, specs = _find_ignored(jaxpr, values, devices, fixed)
+    if devices and transfers:
+        noun = "device_put" if len(transfers) == 1 else "device_puts"
+        raise IgnoredTransferError(
+            message(
+                f"{name}: {len(transfers)} {noun} in traced code would be ignored by the compiler, which runs on"
+                f" {_platform_and_ids(devices)}",
+                transfers,
+                fix="move the result after the call; for host memory, use"
+                ' ns.shard(..., memory_kind="pinned_host") or jax.device_put(x, jax.memory.Space.Host)',
+            )
+        )
+    if not specs:
+        return None
+    noun = "device_put asks" if len(specs) == 1 else "device_puts ask"
+    return message(
+        f"{name}: {len(specs)} {noun} for a spec in traced code, which the compiler ignores on Auto axes",
+        specs,
+        fix="use ns.shard, or jax.lax.with_sharding_constraint",
+    )
+
+
+def _find_ignored(
+    jaxpr: Any, values: Sequence[Any], devices: tuple[Device, ...] | None, fixed: bool
+) -> tuple[list[str], list[str]]:
+    """A line for each ``device_put`` that is ignored: those to other devices, and those to another spec."""
+    # What the function closes over comes before its arguments.
+    inputs = jaxpr.invars[len(jaxpr.invars) - len(values) :]
+    given = ((v, getattr(x, "sharding", None)) for v, x in zip(inputs, values, strict=True))
+    transfers: dict[str, None] = {}
+    specs: dict[str, None] = {}
+    for eqn, n, known in _device_puts(jaxpr, {v: s for v, s in given if s is not None}):
+        if devices is not None and (target := _ignored_devices(eqn.params["devices"][n], devices, fixed)):
+            transfers[f"{compat.user_source(eqn)}: to {target}"] = None
+        if target := _ignored_spec(eqn, n, known):
+            specs[f"{compat.user_source(eqn)}: to {target}"] = None
+    return list(transfers), list(specs)
+
+
+def _traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[Device, ...] | None, bool]:
+    """The devices that a call is traced for, as far as is known before lowering, and whether something fixes them.
+
+    Nothing does where no mesh is in context and no argument is committed: then the traced code may still decide.
+    """
+    if mesh is not None:
+        return (tuple(mesh.devices.flat), True) if isinstance(mesh, Mesh) else (None, False)
+    if any(isinstance(x, Tracer) for x in values):
+        return None, False
+    placed = [x for x in values if getattr(x, "sharding", None) is not None]
+    committed = [x for x in placed if getattr(x, "committed", False) or isinstance(x, jax.ShapeDtypeStruct)]
+    deciding = committed or placed
+    return compat.device_order(deciding[0].sharding) if deciding else None, bool(committed)
+
+
+def _device_puts(jaxpr: Any, known: KnownShardings) -> Iterator[tuple[Any, int, KnownShardings]]:
+    """Every ``device_put`` and the number of each of its targets, nested ones included."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "sharding_constraint":
@@ -33,50 +95,52 @@ def _transfers(jaxpr: Any, known: Known) -> Iterator[tuple[Any, Any, Known]]:
             for n in range(len(eqn.params["devices"])):
                 yield eqn, n, known
         for inner in compat.inner_jaxprs(eqn.params):
-            passed: Known = {}
+            passed: KnownShardings = {}
             if name in ("jit", "pjit") and len(inner.invars) == len(eqn.invars):
-                outer = ((v, known.get(o)) for v, o in zip(inner.invars, map(_hashable, eqn.invars), strict=True))
+                outer = ((v, _known_sharding(o, known)) for v, o in zip(inner.invars, eqn.invars, strict=True))
                 passed = {v: s for v, s in outer if s is not None}
-            yield from _transfers(inner, passed)
+            yield from _device_puts(inner, passed)
 
 
-def _hashable(atom: Any) -> Any:
-    """Literals are operands too, and some of them cannot be looked up."""
-    return None if hasattr(atom, "val") else atom
-
-
-def _found(jaxpr: Any, known: Known, check: Callable[[Any, int, Known], str | None]) -> list[Transfer]:
-    found: dict[Transfer, None] = {}
-    for eqn, n, here in _transfers(jaxpr, known):
-        target = check(eqn, n, here)
-        if target is not None:
-            found[Transfer(compat.user_source(eqn), target)] = None
-    return list(found)
+def _known_sharding(atom: Any, known: KnownShardings) -> Sharding | None:
+    # Literals are operands too, and some of them cannot be hashed.
+    return None if hasattr(atom, "val") else known.get(atom)
 
 
 def _platform_and_ids(devices: Sequence[Device]) -> str:
     return f"{devices[0].platform} devices {[d.id for d in devices]}"
 
 
-def ignored_transfers(jaxpr: Any, traced: Sequence[Device], fixed: bool) -> list[Transfer]:
-    """All ``device_put``s, nested ones included, to a device, order or platform outside of the traced devices.
+def _ignored_devices(target: Any, traced: tuple[Device, ...], fixed: bool) -> str | None:
+    """The target's devices, if they or their order or platform differ from the traced ones; else None.
 
     Transfers between memory spaces, which do work, pass. ``fixed``: some argument or the mesh decides the devices; if
     nothing does, a sharding in the traced code decides, and only a bare device is ignored.
     """
+    if isinstance(target, jax.Device):
+        return None if traced == (target,) else _platform_and_ids([target])
+    if not (fixed and isinstance(target, Sharding)):
+        return None
+    if isinstance(target, NamedSharding) and not isinstance(target.mesh, Mesh):
+        return None
+    devices = compat.device_order(target)
+    return None if devices == traced else _platform_and_ids(devices)
 
-    def check(eqn: Any, n: int, _: Known) -> str | None:
-        target = eqn.params["devices"][n]
-        if isinstance(target, jax.Device):
-            return None if tuple(traced) == (target,) else _platform_and_ids([target])
-        if not (fixed and isinstance(target, Sharding)):
-            return None
-        if isinstance(target, NamedSharding) and not isinstance(target.mesh, Mesh):
-            return None
-        devices = compat.device_order(target)
-        return None if devices == tuple(traced) else _platform_and_ids(devices)
 
-    return _found(jaxpr, {}, check)
+def _ignored_spec(eqn: Any, n: int, known: KnownShardings) -> str | None:
+    """The spec that a ``device_put`` asks for within the same memory space, which Auto axes leave undone; else None.
+
+    Those whose operand is known to be there already pass.
+    """
+    target = eqn.params["devices"][n]
+    if not isinstance(target, NamedSharding) or target.mesh.size == 1 or not _auto_entries(target):
+        return None
+    before, after = eqn.invars[n].aval, eqn.outvars[n].aval
+    if compat.space_of_type(before) != compat.space_of_type(after):
+        return None
+    if _is_there(_known_sharding(eqn.invars[n], known), target):
+        return None
+    return f"P({', '.join(map(repr, target.spec))})"
 
 
 def _auto_entries(target: NamedSharding) -> bool:
@@ -88,38 +152,15 @@ def _auto_entries(target: NamedSharding) -> bool:
     return any(types.get(n) == AxisType.Auto for n in named)
 
 
-def _trimmed(spec: Iterable[Any]) -> list[Any]:
-    """The entries without a tail of None, and with tuples of one name as that name."""
-    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return entries
-
-
 def _is_there(have: Sharding | None, target: NamedSharding) -> bool:
     if not isinstance(have, NamedSharding):
         return False
     return have.mesh.shape == target.mesh.shape and _trimmed(have.spec) == _trimmed(target.spec)
 
 
-def ignored_specs(jaxpr: Any, given: Sequence[Sharding | None]) -> list[Transfer]:
-    """All ``device_put``s that ask for another spec within the same memory space, which Auto axes leave undone.
-
-    Those whose operand is known to be there already pass. ``given`` holds the arguments' shardings.
-    """
-
-    def check(eqn: Any, n: int, known: Known) -> str | None:
-        target = eqn.params["devices"][n]
-        if not isinstance(target, NamedSharding) or target.mesh.size == 1 or not _auto_entries(target):
-            return None
-        before, after = eqn.invars[n].aval, eqn.outvars[n].aval
-        if compat.space_of_type(before) != compat.space_of_type(after):
-            return None
-        if _is_there(known.get(_hashable(eqn.invars[n])), target):
-            return None
-        return f"P({', '.join(map(repr, target.spec))})"
-
-    # What the function closes over comes before its arguments.
-    arguments = jaxpr.invars[len(jaxpr.invars) - len(given) :]
-    known = {v: s for v, s in zip(arguments, given, strict=True) if s is not None}
-    return _found(jaxpr, known, check)
+def _trimmed(spec: Iterable[Any]) -> list[Any]:
+    """The entries without a tail of None, and with tuples of one name as that name."""
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return entries

@@ -1,6 +1,6 @@
 """Fast ``tree_unflatten`` for one structure.
 
-JAX runs each node's constructor: for a tree of named arrays most of a small step's time. Here a structure is studied
+JAX runs each node's constructor: for a tree of named arrays most of a small step's time. Here a structure is analyzed
 once and then copied node by node with the new leaves in place.
 """
 
@@ -128,6 +128,6 @@ def unflattener(treedef: PyTreeDef) -> Builder:
         if again == treedef and all(a is b for a, b in zip(leaves, slots, strict=True)):
             return built
     except Exception:
-        # A node whose constructor looks at its leaves cannot be studied with placeholders.
+        # A node whose constructor looks at its leaves cannot be analyzed with placeholders.
         return treedef.unflatten
     return treedef.unflatten

@@ -1,4 +1,4 @@
-"""An optimizer update whose host-resident states visit the device a few at a time.
+"""Runs an optimizer update with only a few of its host-resident states on the device at a time.
 
 The update is traced once; its equations then run in the order of the states that they need, and each group of states
 is tied, by an optimization barrier, to the states that the group before left in host memory, so that the compiler
@@ -32,9 +32,9 @@ class _Op:
 
 
 def _body(eqn: Any) -> Any | None:
-    """What a jitted function inside of the update does, if it has several results and its jit says no more.
+    """The jaxpr of a jitted function inside the update, if it has several results and no shardings; else None.
 
-    Others are kept whole: a call is known to the compiler's first passes, and they round differently without it.
+    Others are kept as calls: the compiler's first passes see a call, and round differently without it.
     """
     if eqn.primitive.name not in ("jit", "pjit") or len(eqn.outvars) == 1:
         return None
@@ -42,8 +42,8 @@ def _body(eqn: Any) -> Any | None:
     return None if any(isinstance(s, Sharding) for s in placed) else eqn.params["jaxpr"]
 
 
-class _Program:
-    """A traced function that is run output by output; each equation runs once, those with effects in their order."""
+class _IncrementalEvaluator:
+    """Evaluates a jaxpr output by output. Each equation runs once, those with effects in their order."""
 
     def __init__(self, closed: Any):
         self._sizes: list[int] = []
@@ -84,10 +84,10 @@ class _Program:
     def _needed(self, value: Any) -> frozenset[int]:
         return frozenset() if isinstance(value, Literal) else self._needs[value]
 
-    def together(self, chosen: Sequence[int]) -> list[list[int]]:
-        """The chosen inputs in sets that some value needs at once, as an update does its parameter's two moments.
+    def group_inputs(self, chosen: Sequence[int]) -> list[list[int]]:
+        """The chosen inputs in sets that some value needs at once, such as the two moments of a parameter.
 
-        What reaches others through a scalar alone (a global norm) is no reason to be there at once.
+        Inputs that reach others only through a scalar (a global norm) needn't be on the device at once.
         """
         of: dict[int, frozenset[int]] = {n: frozenset({n}) for n in chosen}
         sets = dict(of)
@@ -99,26 +99,26 @@ class _Program:
             sets |= dict.fromkeys(whole, whole)
         return [sorted(s) for s in dict.fromkeys(sets[n] for n in chosen)]
 
-    def give(self, n: int, value: Any) -> None:
+    def set_input(self, n: int, value: Any) -> None:
         """Provide an input."""
         self._values[n] = value
 
-    def _there(self) -> set[int]:
+    def _available(self) -> set[int]:
         return {n for n in self._inputs if n in self._values}
 
-    def ready(self) -> list[int]:
-        """Outputs whose inputs are all there."""
-        there = self._there()
-        return [n for n, v in enumerate(self._outputs) if self._needed(v) <= there]
+    def ready_outputs(self) -> list[int]:
+        """Outputs whose inputs are all set."""
+        available = self._available()
+        return [n for n, v in enumerate(self._outputs) if self._needed(v) <= available]
 
-    def run(self, outputs: Sequence[int]) -> list[Any]:
+    def evaluate(self, outputs: Sequence[int]) -> list[Any]:
         """The values of some outputs that are ready, and all effects that are."""
-        there = self._there()
+        available = self._available()
         wanted = {v for n in outputs if not isinstance(v := self._outputs[n], Literal)}
         needed: list[int] = []
         for n in reversed(range(len(self._ops))):
             op = self._ops[n]
-            effect = bool(op.eqn.effects) and op.needs <= there
+            effect = bool(op.eqn.effects) and op.needs <= available
             if n not in self._done and (effect or not wanted.isdisjoint(op.outputs)):
                 needed.append(n)
                 wanted |= {v for v in op.inputs if not isinstance(v, Literal)}
@@ -172,22 +172,22 @@ def update_within(
     for i, x in zip(chosen, change_memory([values[i] for i in chosen], "device"), strict=True):
         like[i] = x
     closed, shape = jax.make_jaxpr(lambda *leaves: run(leaves), return_shape=True)(*like)
-    program = _Program(closed)
+    evaluator = _IncrementalEvaluator(closed)
     first_state = len(jax.tree_util.tree_leaves(shape[0]))
     outputs: list[Any] = [_MISSING] * len(closed.jaxpr.outvars)
     for i, x in enumerate(values):
         if i not in chosen:
-            program.give(i, x)
+            evaluator.set_input(i, x)
     back: list[Any] = []
-    for group in _groups(program.together(chosen), sizes, budget):
+    for group in _groups(evaluator.group_inputs(chosen), sizes, budget):
         incoming: Any = [values[i] for i in group]
         if back:
             incoming, _ = jax.lax.optimization_barrier((incoming, back))
         for i, x in zip(group, change_memory(incoming, "device"), strict=True):
-            program.give(i, x)
+            evaluator.set_input(i, x)
         left: list[Any] = []
-        ready = [n for n in program.ready() if outputs[n] is _MISSING]
-        for n, x in zip(ready, program.run(ready), strict=True):
+        ready = [n for n in evaluator.ready_outputs() if outputs[n] is _MISSING]
+        for n, x in zip(ready, evaluator.evaluate(ready), strict=True):
             outputs[n] = x
             if n - first_state in chosen:
                 (outputs[n],) = change_memory([x], memory_kind)

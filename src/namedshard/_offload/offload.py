@@ -1,5 +1,6 @@
 """`offload` and `offload_optimizer`: chosen leaves live in host memory, verified."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -15,6 +16,7 @@ from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError,
 from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
 from namedshard._place.moves import change_memory, check_narrowing
+from namedshard._place.shard import check_memory_of
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
 from namedshard._plan.mesh import context_mesh
 from namedshard._types import Device, Tracer
@@ -113,19 +115,6 @@ def _a_device(leaves: Sequence[Leaf]) -> Device:
     return (near or jax.local_devices())[0]
 
 
-def _check_kind(memory_kind: str, leaves: Sequence[Leaf]) -> None:
-    device = _a_device(leaves)
-    kinds = sorted(m.kind for m in device.addressable_memories())
-    if memory_kind not in kinds:
-        raise MemoryKindError(
-            message(
-                f"memory kind {memory_kind!r} is not offered by {device.platform} devices,"
-                f" which have {', '.join(map(repr, kinds))}",
-                fix=f"use one of {', '.join(map(repr, kinds))}",
-            )
-        )
-
-
 def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
     values = {leaves[i].path: leaves[i].value for i in chosen}
     arrays = {path: x for path, x in values.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
@@ -180,8 +169,11 @@ def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host",
         ('pinned_host', 'device')
     """
     leaves = named_leaves(tree)
-    chosen = _candidates(leaves, where, min_size)
-    _check_kind(memory_kind, leaves)
+    return _with_offloaded(tree, leaves, _candidates(leaves, where, min_size), memory_kind)
+
+
+def _with_offloaded(tree: Any, leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> Any:
+    check_memory_of([_a_device(leaves)], memory_kind)
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), _moved(leaves, chosen, memory_kind))
 
 
@@ -286,52 +278,69 @@ def offload_optimizer(
                 fix="use 'pinned_host', or the optimizer as it is",
             )
         )
-    inner = optax.with_extra_args_support(transformation)
-    most = None if budget is None else parse_bytes(budget)
-    stay = None if fit is None else parse_bytes(fit)
+    offloaded = _OffloadedOptimizer(
+        optax.with_extra_args_support(transformation),
+        where,
+        memory_kind,
+        min_size,
+        None if budget is None else parse_bytes(budget),
+        None if fit is None else parse_bytes(fit),
+    )
+    return optax.GradientTransformationExtraArgs(offloaded.init, offloaded.update)
 
-    def select(leaves: Sequence[Leaf]) -> list[int]:
-        candidates = _candidates(leaves, where, min_size)
-        if stay is None:
-            return candidates
-        return [i for i in candidates if _kind_of(leaves[i].value) != "device"]
 
-    def init(params: Any) -> Any:
-        state = inner.init(params)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OffloadedOptimizer:
+    """The two functions of `offload_optimizer`, and its arguments."""
+
+    inner: Any
+    where: Where
+    memory_kind: str
+    min_size: int
+    budget: int | None
+    fit: int | None
+
+    def init(self, params: Any) -> Any:
+        """The state of the wrapped transformation, with the chosen leaves in host memory."""
+        state = self.inner.init(params)
         leaves = named_leaves(state)
-        chosen = _candidates(leaves, where, min_size)
-        if stay is not None:
-            chosen = _largest_until_fit(leaves, chosen, stay)
-        _check_kind(memory_kind, leaves)
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), _moved(leaves, chosen, memory_kind))
+        chosen = _candidates(leaves, self.where, self.min_size)
+        if self.fit is not None:
+            chosen = _largest_until_fit(leaves, chosen, self.fit)
+        return _with_offloaded(state, leaves, chosen, self.memory_kind)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """The update of the wrapped transformation on the device."""
         leaves, treedef = named_leaves(state), jax.tree_util.tree_structure(state)
-        chosen = select(leaves)
+        chosen = _candidates(leaves, self.where, self.min_size)
+        if self.fit is not None:
+            # `init` chose: a leaf is known by where it lives.
+            chosen = [i for i in chosen if _kind_of(leaves[i].value) != "device"]
 
         def run(values: Sequence[Any]) -> tuple[Any, Any]:
             on_device = jax.tree_util.tree_unflatten(treedef, values)
             _verify(named_leaves(on_device), chosen, False, "at the update")
-            return inner.update(updates, on_device, params, **extra)
+            return self.inner.update(updates, on_device, params, **extra)
 
         traced = any(isinstance(leaves[i].value, Tracer) for i in chosen)
         if traced:
-            _check_compiler(_a_device(leaves), memory_kind)
-        if traced and most is not None:
+            _check_compiler(_a_device(leaves), self.memory_kind)
+        if traced and self.budget is not None:
             _check_deleted(leaves, chosen)
             values = [x.value for x in leaves]
             sizes = {i: _per_device(values[i]) or _bytes(values[i]) for i in chosen}
-            new_updates, new_state = update_within(run, values, sizes, memory_kind, most)
+            new_updates, new_state = update_within(run, values, sizes, self.memory_kind, self.budget)
         else:
             # Numpy states, of a checkpoint for example, are for JAX to place beside the gradients.
             placed = [i for i in chosen if isinstance(leaves[i].value, jax.Array)]
             new_updates, new_state = run(_moved(leaves, placed, "device"))
             new_leaves = named_leaves(new_state)
-            again = select(new_leaves) if stay is None else chosen
-            values = _moved(new_leaves, again, memory_kind)
+            values = _moved(new_leaves, self._chosen_after(new_leaves, chosen), self.memory_kind)
             new_state = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(new_state), values)
         after = named_leaves(new_state)
-        _verify(after, select(after) if stay is None else chosen, True, "after the update")
+        _verify(after, self._chosen_after(after, chosen), True, "after the update")
         return new_updates, new_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _chosen_after(self, leaves: Sequence[Leaf], chosen: Sequence[int]) -> Sequence[int]:
+        """The leaves of the new state that belong in host memory; where they live can't tell before they are moved."""
+        return _candidates(leaves, self.where, self.min_size) if self.fit is None else chosen
