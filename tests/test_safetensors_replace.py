@@ -13,7 +13,7 @@ from checkpoints import structs, write
 from support import bits, counting
 
 import namedshard as ns
-from namedshard._safetensors import destination as _destination
+from namedshard._safetensors import commit as _commit
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.folder import left_over
 
@@ -221,7 +221,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, when: Any) 
 
 def test_an_old_file_that_cannot_be_removed(tmp_path, monkeypatch):
     ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path, max_shard_size=16)
-    failing(monkeypatch, _destination.os, "unlink", lambda name: name in (ONE, TWO))
+    failing(monkeypatch, _commit.os, "unlink", lambda name: name in (ONE, TWO))
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors(TREE, tmp_path)
     assert str(error.value) == (
@@ -233,7 +233,7 @@ def test_an_old_file_that_cannot_be_removed(tmp_path, monkeypatch):
 
 def test_an_old_index_that_cannot_be_removed(tmp_path, monkeypatch):
     ns.save_safetensors(TREE, tmp_path, max_shard_size=16)
-    failing(monkeypatch, _destination.os, "unlink", lambda name: name == INDEX)
+    failing(monkeypatch, _commit.os, "unlink", lambda name: name == INDEX)
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path)
     assert str(error.value) == (
@@ -249,7 +249,7 @@ def test_a_disk_that_fails_when_the_new_checkpoint_is_in_place(tmp_path, monkeyp
     calls: list[str] = []
     # Several files are brought to the disk before their index.
     failing(
-        monkeypatch, _destination, "sync_directory", lambda name: calls.append(name) or len(calls) == 1 + (limit == 16)
+        monkeypatch, _commit, "sync_directory", lambda name: calls.append(name) or len(calls) == 1 + (limit == 16)
     )
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors(TREE, tmp_path, max_shard_size=limit)
@@ -263,7 +263,7 @@ def test_a_disk_that_fails_when_the_new_checkpoint_is_in_place(tmp_path, monkeyp
 def test_files_that_were_named_already_are_taken_back(tmp_path, monkeypatch):
     ns.save_safetensors(TREE, tmp_path, max_shard_size=16)
     before = {n: (tmp_path / n).read_bytes() for n in listed(tmp_path)}
-    failing(monkeypatch, _destination, "sync_directory", lambda name: True)
+    failing(monkeypatch, _commit, "sync_directory", lambda name: True)
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path, max_shard_size=16)
     assert str(error.value) == (

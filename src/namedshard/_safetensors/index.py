@@ -18,8 +18,7 @@ from namedshard._safetensors.header import (
     parse_header,
     parse_json,
 )
-from namedshard._safetensors.remote import is_url, names_in
-from namedshard._safetensors.source import Files, Source
+from namedshard._safetensors.source import Files, Source, is_url, names_in
 
 
 def _read(source: Source, start: int, count: int) -> bytes:

@@ -40,6 +40,15 @@ class Outgoing:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class File:
+    """One file to write: its name, tensors and owner."""
+
+    name: str
+    tensors: tuple[Outgoing, ...]
+    owner: int
+
+
 def _loose_numbers(tree: PyTree) -> list[str]:
     """Python numbers that are no module's own: they would not come back."""
 

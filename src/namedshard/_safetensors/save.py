@@ -12,15 +12,14 @@ from namedshard._errors import CheckpointError, message
 from namedshard._place.gather import parse_bytes
 from namedshard._processes.meetings import Meeting, meeting, processes
 from namedshard._safetensors.agreed import shared_values
-from namedshard._safetensors.commit import PartialFile
-from namedshard._safetensors.destination import Destination
+from namedshard._safetensors.commit import Destination, PartialFile
 from namedshard._safetensors.folder import SUFFIX
 from namedshard._safetensors.names import Names
-from namedshard._safetensors.outgoing import Outgoing, outgoing
+from namedshard._safetensors.outgoing import File, Outgoing, outgoing
 from namedshard._safetensors.progress import Progress, reporting
-from namedshard._safetensors.remote import is_url
+from namedshard._safetensors.source import is_url
 from namedshard._safetensors.targets import DTypes
-from namedshard._safetensors.write import Failures, File, FileWriter
+from namedshard._safetensors.write import Failures, FileWriter
 
 Writer: TypeAlias = Literal["all", "main"]
 
