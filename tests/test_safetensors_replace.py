@@ -248,9 +248,7 @@ def test_a_disk_that_fails_when_the_new_checkpoint_is_in_place(tmp_path, monkeyp
     ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path, max_shard_size=limit)
     calls: list[str] = []
     # Several files are brought to the disk before their index.
-    failing(
-        monkeypatch, _commit, "sync_directory", lambda name: calls.append(name) or len(calls) == 1 + (limit == 16)
-    )
+    failing(monkeypatch, _commit, "sync_directory", lambda name: calls.append(name) or len(calls) == 1 + (limit == 16))
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors(TREE, tmp_path, max_shard_size=limit)
     assert str(error.value) == (

@@ -40,7 +40,7 @@ def is_stacked(node: Any) -> bool:
     return isinstance(node, Stacked) and type(node).to_state_dict is Stacked.to_state_dict
 
 
-def exported(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
+def trace_export(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
     """For each tensor of a module's state dict its name (without prefix), what it is, and the paths of all leaves.
 
     Raises:

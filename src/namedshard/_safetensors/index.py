@@ -18,7 +18,7 @@ from namedshard._safetensors.header import (
     parse_header,
     parse_json,
 )
-from namedshard._safetensors.source import Files, Source, is_url, names_in
+from namedshard._safetensors.source import OpenFiles, Source, is_url, names_in
 
 
 def _read(source: Source, start: int, count: int) -> bytes:
@@ -27,14 +27,14 @@ def _read(source: Source, start: int, count: int) -> bytes:
     return bytes(buffer)
 
 
-def _header_of(name: str, files: Files) -> dict[str, TensorInfo]:
+def _header_of(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
     source = files[name]
     prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
     length = header_length(prefix, name, source.size)
     return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
 
 
-def _weight_map(name: str, files: Files) -> dict[str, str]:
+def _weight_map(name: str, files: OpenFiles) -> dict[str, str]:
     source = files[name]
     if source.size > MAX_HEADER_BYTES:
         raise HeaderError(message(f"{name}: {source.size} bytes are too many for an index"))
@@ -72,7 +72,7 @@ def _sibling(name: str, other: str) -> str:
     return f"{directory}{slash}{other}"
 
 
-def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
+def _from_index(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
     weight_map = _weight_map(name, files)
     parts = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
     headers: dict[str, dict[str, TensorInfo]] = {}
@@ -122,7 +122,7 @@ def referenced_files(index: str) -> set[str]:
     """
     if not os.path.lexists(index):
         return set()
-    with Files() as files:
+    with OpenFiles() as files:
         return set(_weight_map(index, files).values())
 
 
@@ -158,7 +158,7 @@ def _listing(directory: str) -> list[str]:
         raise CheckpointError(message(f"{directory} cannot be opened: {error.strerror}")) from error
 
 
-def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
+def _from_directory(directory: str, files: OpenFiles) -> dict[str, TensorInfo]:
     base = directory if directory.endswith("/") else directory + "/"
     names = names_in(directory, (INDEX, SINGLE)) if is_url(directory) else _listing(directory)
     first, *others = chosen(directory, names)
@@ -167,7 +167,7 @@ def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
     return _from_files(base, [first, *others], files)
 
 
-def _from_files(base: str, names: Sequence[str], files: Files) -> dict[str, TensorInfo]:
+def _from_files(base: str, names: Sequence[str], files: OpenFiles) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     twice: list[str] = []
     for name in names:
@@ -187,7 +187,7 @@ def _from_files(base: str, names: Sequence[str], files: Files) -> dict[str, Tens
     return found
 
 
-def find_tensors(path: str, files: Files) -> Mapping[str, TensorInfo]:
+def find_tensors(path: str, files: OpenFiles) -> Mapping[str, TensorInfo]:
     """All tensors of a checkpoint, by name; see `read_header`."""
     plain = _plain(path)
     if plain.endswith(INDEX_SUFFIX):
@@ -222,5 +222,5 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         >>> info.shape, info.dtype, info.stop - info.start
         ((2, 3), dtype('float32'), 24)
     """
-    with Files() as files:
+    with OpenFiles() as files:
         return dict(find_tensors(os.fspath(path), files))

@@ -15,7 +15,7 @@ from namedshard._safetensors.agreed import shared_values
 from namedshard._safetensors.commit import Destination, PartialFile
 from namedshard._safetensors.folder import SUFFIX
 from namedshard._safetensors.names import Names
-from namedshard._safetensors.outgoing import File, Outgoing, outgoing
+from namedshard._safetensors.outgoing import File, Outgoing, resolve_outgoing
 from namedshard._safetensors.progress import Progress, reporting
 from namedshard._safetensors.source import is_url
 from namedshard._safetensors.targets import DTypes
@@ -109,7 +109,7 @@ def save_safetensors(
     me, count = processes()
     owners = owners_of(writer, count)
     words = {"format": "pt", **checked_metadata(metadata)}
-    tensors = outgoing(tree, names, dtype)
+    tensors = resolve_outgoing(tree, names, dtype)
     groups = [tensors] if single else _grouped(tensors, limit)
     total = sum(t.nbytes for t in tensors)
     # All that decides what is written where, and which exchanges of arrays that takes.

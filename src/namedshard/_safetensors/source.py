@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from namedshard._errors import CheckpointError, message
-from namedshard._safetensors.ranges import LOCAL, REMOTE, Habits
+from namedshard._safetensors.ranges import LOCAL, REMOTE, ReadSettings
 
 T = TypeVar("T")
 ATTEMPTS = 5
@@ -25,7 +25,7 @@ class Source(Protocol):
 
     name: str
     size: int
-    habits: Habits
+    settings: ReadSettings
 
     def read(self, start: int, into: memoryview) -> None:
         """Fill a buffer with the bytes from ``start`` on."""
@@ -52,7 +52,7 @@ def cut_off(name: str, start: int, wanted: int, got: int) -> CheckpointError:
 class LocalFile:
     """A file of this machine, read at offsets, without a file position that threads would share."""
 
-    habits = LOCAL
+    settings = LOCAL
 
     def __init__(self, path: str):
         self.name = path
@@ -193,7 +193,7 @@ def names_in(directory: str, likely: Sequence[str]) -> list[str]:
 class RemoteFile:
     """A file that is read by range requests, each tried again when it fails."""
 
-    habits = REMOTE
+    settings = REMOTE
 
     def __init__(self, url: str):
         self.name = url
@@ -248,7 +248,7 @@ def open_source(name: str) -> Source:
     return RemoteFile(name) if is_url(name) else LocalFile(name)
 
 
-class Files:
+class OpenFiles:
     """Files that stay open together, so that what was checked is what is read, whatever takes their names meanwhile."""
 
     def __init__(self, opener: Opener = open_source):
@@ -261,7 +261,7 @@ class Files:
             self._open[name] = self._opener(name)
         return self._open[name]
 
-    def __enter__(self) -> "Files":
+    def __enter__(self) -> "OpenFiles":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -23,8 +23,8 @@ from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
 from namedshard._safetensors.layout import Bounds, Part, boxes_in, leaf_bounds, leaf_view, overlap
 from namedshard._safetensors.outgoing import File, Outgoing
-from namedshard._safetensors.ranges import LOCAL, Chunk, chunks, run_offsets
-from namedshard._safetensors.reader import scaled, within
+from namedshard._safetensors.ranges import LOCAL, Chunk, plan_chunks, run_offsets
+from namedshard._safetensors.reader import limit_buffers, scaled
 
 Tell = Callable[[int], None]
 
@@ -282,13 +282,15 @@ class FileWriter:
         return any(id(value) in self._shared for tensor in file.tensors for value, _ in tensor.parts)
 
     def _write_tensors(self, file: File, partial: PartialFile | None, at: int) -> None:
-        habits = within(LOCAL, self._budget // 2)
-        gathering = dataclasses.replace(habits, read_bytes=max(1 << 16, min(64 << 20, self._budget // 4)))
-        with concurrent.futures.ThreadPoolExecutor(habits.threads, thread_name_prefix="namedshard-write") as pool:
+        settings = limit_buffers(LOCAL, self._budget // 2)
+        gathering = dataclasses.replace(settings, read_bytes=max(1 << 16, min(64 << 20, self._budget // 4)))
+        with concurrent.futures.ThreadPoolExecutor(settings.threads, thread_name_prefix="namedshard-write") as pool:
             for tensor in file.tensors:
                 for i, (value, part) in enumerate(tensor.parts):
                     together = id(value) in self._shared
-                    found = chunks(part, [part.whole], tensor.dtype.itemsize, at, gathering if together else habits)
+                    found = plan_chunks(
+                        part, [part.whole], tensor.dtype.itemsize, at, gathering if together else settings
+                    )
                     write = functools.partial(self._write_chunks, pool, partial, tensor, i)
                     if not together:
                         write(lambda value=value: pieces_of(value), found)
