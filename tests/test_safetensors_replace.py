@@ -15,7 +15,7 @@ from support import bits, counting
 import namedshard as ns
 from namedshard._safetensors import commit as _commit
 from namedshard._safetensors.commit import PartialFile
-from namedshard._safetensors.folder import left_over
+from namedshard._safetensors.folder import select_abandoned
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -120,19 +120,19 @@ def test_what_is_taken_for_remains():
     three = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     single = "model-00001-of-00001.safetensors"
     foreign = ["pytorch_model-00001-of-00002.safetensors", "model-1-of-2.safetensors", "model-00001-of-2.safetensors"]
-    assert left_over(three[:2], []) == three[:2]
-    assert left_over(three, []) == []
-    assert left_over([*three, ONE], []) == [ONE]
-    assert left_over([*three, INDEX], three) == []
-    assert left_over([*three, ONE, INDEX], three) == [ONE]
-    assert left_over([*three, "model.safetensors"], []) == three
-    assert left_over([*three, "weights.safetensors"], []) == []
-    assert left_over([*three, "weights.safetensors", SAVING], []) == three
-    assert left_over([*three, SAVING], []) == []
-    assert left_over([*three, "weights.safetensors", "more.safetensors"], []) == []
-    assert left_over([single], []) == left_over([single, "weights.safetensors"], []) == []
-    assert left_over([single, "model.safetensors"], []) == [single]
-    assert left_over([*foreign, "model.safetensors"], []) == []
+    assert select_abandoned(three[:2], []) == three[:2]
+    assert select_abandoned(three, []) == []
+    assert select_abandoned([*three, ONE], []) == [ONE]
+    assert select_abandoned([*three, INDEX], three) == []
+    assert select_abandoned([*three, ONE, INDEX], three) == [ONE]
+    assert select_abandoned([*three, "model.safetensors"], []) == three
+    assert select_abandoned([*three, "weights.safetensors"], []) == []
+    assert select_abandoned([*three, "weights.safetensors", SAVING], []) == three
+    assert select_abandoned([*three, SAVING], []) == []
+    assert select_abandoned([*three, "weights.safetensors", "more.safetensors"], []) == []
+    assert select_abandoned([single], []) == select_abandoned([single, "weights.safetensors"], []) == []
+    assert select_abandoned([single, "model.safetensors"], []) == [single]
+    assert select_abandoned([*foreign, "model.safetensors"], []) == []
 
 
 # --- what a save may not touch ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from namedshard._errors import CheckpointError, human_bytes, message
 from namedshard._safetensors.folder import INDEX, SINGLE, is_ours, partial_of, shard_names
-from namedshard._safetensors.index import own_files, remains
+from namedshard._safetensors.index import find_abandoned, own_files
 from namedshard._safetensors.outgoing import File
 
 
@@ -130,7 +130,7 @@ class Destination:
                 self.names = [single]
                 return
             # An index that was to come tells that these are remains: it goes after them.
-            for name in remains(self._directory):
+            for name in find_abandoned(self._directory):
                 remove_unlocked(self._path(name))
             remove_leftovers(self._directory, is_ours)
             self._old = own_files(self._directory)
@@ -204,7 +204,7 @@ class Destination:
                     os.unlink(path)
             except OSError as error:
                 lines.append(f"{name}: {error.strerror}")
-        for name in remains(self._directory):
+        for name in find_abandoned(self._directory):
             remove_unlocked(self._path(name))
         if lines:
             raise CheckpointError(

@@ -197,14 +197,19 @@ def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | st
     offsets = _counts(fields["data_offsets"])
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"{_shown(name)}: data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
-    count = _elements(shape)
-    have = offsets[1] - offsets[0]
-    bits = None if count is None else count * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
-    if bits != have * 8:
-        need = f"over {2**63}" if bits is None else f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
-        listed = ",".join(map(str, shape[:16])) + (",..." if len(shape) > 16 else "")
-        return f"{_shown(name)}: {code}[{listed}] takes {need} bytes, but bytes {offsets[0]} to {offsets[1]} are {have}"
+    if mismatch := _size_mismatch(code, shape, *offsets):
+        return f"{_shown(name)}: {mismatch}"
     return TensorInfo(shape, DTYPES[code], file, data_start + offsets[0], data_start + offsets[1])
+
+
+def _size_mismatch(code: str, shape: tuple[int, ...], start: int, stop: int) -> str:
+    count = _elements(shape)
+    bits = None if count is None else count * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
+    if bits == (stop - start) * 8:
+        return ""
+    need = f"over {2**63}" if bits is None else f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
+    listed = ",".join(map(str, shape[:16])) + (",..." if len(shape) > 16 else "")
+    return f"{code}[{listed}] takes {need} bytes, but bytes {start} to {stop} are {stop - start}"
 
 
 def _uncovered(tensors: Sequence[tuple[str, TensorInfo]], data_start: int, size: int) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from namedshard._errors import CheckpointError, HeaderError, message
-from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, chosen, left_over
+from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, select_abandoned, select_files
 from namedshard._safetensors.header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -72,36 +72,42 @@ def _sibling(name: str, other: str) -> str:
     return f"{directory}{slash}{other}"
 
 
-def _from_index(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
-    weight_map = _weight_map(name, files)
-    parts = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
+def _read_headers(name: str, weight_map: Mapping[str, str], files: OpenFiles) -> dict[str, dict[str, TensorInfo]]:
+    """The header of each file of an index."""
+    paths = {file: _sibling(name, file) for file in weight_map.values()}
     headers: dict[str, dict[str, TensorInfo]] = {}
     absent: list[str] = []
 
-    def header(where: str) -> dict[str, TensorInfo] | CheckpointError:
+    def read(path: str) -> dict[str, TensorInfo] | CheckpointError:
         try:
-            return _header_of(where, files)
+            return _header_of(path, files)
         except CheckpointError as error:
             return error
 
     # Of a remote checkpoint, the headers of many files take long to arrive one by one.
     with ThreadPoolExecutor(8, thread_name_prefix="namedshard-headers") as pool:
-        for file, found in zip(parts, pool.map(header, parts.values()), strict=True):
+        for file, found in zip(paths, pool.map(read, paths.values()), strict=True):
             if isinstance(found, HeaderError):
                 raise found
             if isinstance(found, CheckpointError):
-                count = sum(f == file for f in weight_map.values())
+                count = list(weight_map.values()).count(file)
                 absent.append(f"{file} ({count} tensor{'s' * (count != 1)}): {str(found).splitlines()[0]}")
             else:
                 headers[file] = found
     if absent:
         raise CheckpointError(
             message(
-                f"{name}: {len(absent)} of {len(parts)} files of the index cannot be read",
+                f"{name}: {len(absent)} of {len(paths)} files of the index cannot be read",
                 absent,
                 fix="fetch the missing files into the index's directory",
             )
         )
+    return headers
+
+
+def _from_index(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
+    weight_map = _weight_map(name, files)
+    headers = _read_headers(name, weight_map, files)
     stale = [f"{tensor}: not in {file}" for tensor, file in weight_map.items() if tensor not in headers[file]]
     if stale:
         raise HeaderError(
@@ -137,7 +143,7 @@ def own_files(directory: str) -> set[str]:
     return {name for name in beside if name.endswith(SUFFIX) and not re.search(r"[/\\]", name)}
 
 
-def remains(directory: str) -> list[str]:
+def find_abandoned(directory: str) -> list[str]:
     """Shards in a local directory that a save which was broken off has left."""
     names = _listing(directory)
     named: set[str] = set()
@@ -148,7 +154,7 @@ def remains(directory: str) -> list[str]:
     except CheckpointError:
         # Whatever it names is somebody's until the index is mended.
         return []
-    return left_over(names, named)
+    return select_abandoned(names, named)
 
 
 def _listing(directory: str) -> list[str]:
@@ -161,7 +167,7 @@ def _listing(directory: str) -> list[str]:
 def _from_directory(directory: str, files: OpenFiles) -> dict[str, TensorInfo]:
     base = directory if directory.endswith("/") else directory + "/"
     names = names_in(directory, (INDEX, SINGLE)) if is_url(directory) else _listing(directory)
-    first, *others = chosen(directory, names)
+    first, *others = select_files(directory, names)
     if first.endswith(INDEX_SUFFIX):
         return _from_index(base + first, files)
     return _from_files(base, [first, *others], files)

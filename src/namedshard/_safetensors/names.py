@@ -1,7 +1,7 @@
 """PURE. Leaf paths to tensor names and layouts, as Haliax's state dicts have them, and back."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import equinox as eqx
@@ -185,9 +185,18 @@ def _all_under(here: str, paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(_under(here, path) for path in paths)
 
 
-def _look_up_names(names: Names, path: str) -> list[str] | str | None:
-    given = names(path) if callable(names) else names.get(path)
-    return given if given is None or isinstance(given, str) else list(given)
+def _look_up_names(names: Names | None, paths: Iterable[str]) -> dict[str, list[str] | str]:
+    """The names given for leaves, by path."""
+    if names is None:
+        return {}
+    looked_up = ((path, names(path) if callable(names) else names.get(path)) for path in paths)
+    return {path: name if isinstance(name, str) else list(name) for path, name in looked_up if name is not None}
+
+
+def _find_unknown_paths(names: Names | None, paths: Collection[str]) -> list[str]:
+    if not isinstance(names, Mapping):
+        return []
+    return [f"{path}: no such leaf{did_you_mean(path, list(paths))}" for path in names if path not in paths]
 
 
 def _rename_leaf(path: str, shape: tuple[int, ...], given: list[str] | str, default: list[Tensor]) -> list[Tensor]:
@@ -244,14 +253,10 @@ def tensors_of(tree: Any, names: Names | None = None, *, require_all: bool = Fal
     shapes = {leaf.path: tuple(leaf.value.shape) for leaf in named_leaves(tree) if is_array_like(leaf.value)}
     walked = list(_walk(tree, (), None))
     default = [tensor for tensor in walked if isinstance(tensor, Tensor)]
-    looked_up = {} if names is None else {path: _look_up_names(names, path) for path in shapes}
-    given = {path: name for path, name in looked_up.items() if name is not None}
+    given = _look_up_names(names, shapes)
     tensors, bad_names = _rename(default, given, shapes)
-    lines: list[str] = []
-    if isinstance(names, Mapping):
-        lines += [f"{p}: no such leaf{did_you_mean(p, list(shapes))}" for p in names if p not in shapes]
-    lines += bad_names
-    lines += _find_lost(walked, tensors, shapes, given if require_all else None)
+    lost = _find_lost(walked, tensors, shapes, given if require_all else None)
+    lines = [*_find_unknown_paths(names, shapes), *bad_names, *lost]
     lines += [f"{at(path)}: has no name" for tensor in tensors if not tensor.name for path, _ in tensor.parts]
     if lines:
         raise CheckpointError(

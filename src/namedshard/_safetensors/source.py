@@ -87,16 +87,6 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def _fsspec() -> Any:
-    try:
-        import fsspec.core
-    except ImportError as error:
-        raise CheckpointError(
-            message("reading from URLs needs fsspec, which is not installed", fix="pip install 'namedshard[remote]'")
-        ) from error
-    return fsspec.core
-
-
 def filesystem(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path within it.
 
@@ -104,9 +94,14 @@ def filesystem(url: str) -> tuple[Any, str]:
         CheckpointError: fsspec, or the package that it needs for this protocol, is not installed; or there is no such
             protocol.
     """
-    core = _fsspec()
     try:
-        return core.url_to_fs(url)
+        import fsspec.core
+    except ImportError as error:
+        raise CheckpointError(
+            message("reading from URLs needs fsspec, which is not installed", fix="pip install 'namedshard[remote]'")
+        ) from error
+    try:
+        return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise CheckpointError(message(f"{url} cannot be opened: {error}")) from error
 

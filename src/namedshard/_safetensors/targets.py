@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -92,21 +92,18 @@ class Target:
 def resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: LoadOptions) -> list[Sharding | None]:
     """Each leaf's sharding: as planned, else an abstract leaf's own, else by best effort (None: the default device)."""
     mapping = resolve_mapping(options.mapping)
-    carried = any(leaf.own is not None for leaf in leaves)
-    mesh = _resolve_concrete_mesh(options.mesh, needed=mapping is not None or carried)
+    # Without a mapping, only leaves that carry their own are planned.
+    planned = [mapping is not None or leaf.own is not None for leaf in leaves]
+    mesh = _resolve_concrete_mesh(options.mesh, needed=mapping is not None or any(planned))
     kind = options.memory_kind
-    planned: list[Sharding | None] = [None] * len(leaves)
     if mesh is not None and kind is not None:
         check_memory_kind(mesh, kind)
-    if mesh is not None and (mapping is not None or carried):
+    shardings: list[Sharding | None] = [None] * len(leaves)
+    if mesh is not None and any(planned):
         policy = with_policy(mapping or AxisMapping(), options.indivisible)
         plan = plan_leaves(leaves, treedef, policy, mesh, memory_kind=kind, manual=frozenset())
-        # Without a mapping, the plan counts only for leaves that carry their own.
-        planned = [
-            plan.sharding_of(p) if mapping is not None or leaf.own is not None else None
-            for leaf, p in zip(leaves, plan.leaves, strict=True)
-        ]
-    return [p or _unplanned_sharding(leaf.value, mesh, kind) for leaf, p in zip(leaves, planned, strict=True)]
+        shardings = [plan.sharding_of(p) if here else None for here, p in zip(planned, plan.leaves, strict=True)]
+    return [s or _unplanned_sharding(leaf.value, mesh, kind) for leaf, s in zip(leaves, shardings, strict=True)]
 
 
 def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | None:
@@ -164,18 +161,6 @@ def _kind(dtype: Any) -> Any:
     return next((kind for kind in _KINDS if jnp.issubdtype(dtype, kind)), None)
 
 
-def _look_up_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> tuple[Any, bool]:
-    """The dtype asked for, and whether for this very leaf."""
-    if dtypes is None:
-        return None, False
-    if isinstance(dtypes, Mapping):
-        return dtypes.get(path), True
-    if callable(dtypes) and not isinstance(dtypes, type) and not hasattr(dtypes, "dtype"):
-        return dtypes(path, have), True
-    one: Any = dtypes
-    return np.dtype(one), False
-
-
 def _check_paths(dtypes: DTypes, paths: Sequence[str]) -> None:
     unknown = [path for path in dtypes if path not in paths] if isinstance(dtypes, Mapping) else []
     if unknown:
@@ -190,10 +175,14 @@ def _check_paths(dtypes: DTypes, paths: Sequence[str]) -> None:
 
 def requested_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[Any] | None:
     """The dtype requested for a leaf, or None: a dtype for all leaves applies to those of its kind."""
-    requested, for_this = _look_up_dtype(dtypes, path, have)
-    if requested is None or (not for_this and _kind(requested) is not _kind(have)):
+    requested: Any = dtypes
+    if isinstance(dtypes, Mapping):
+        requested = cast("Mapping[str, Any]", dtypes).get(path)
+    elif callable(dtypes) and not isinstance(dtypes, type) and not hasattr(dtypes, "dtype"):
+        requested = dtypes(path, have)
+    elif dtypes is not None and _kind(np.dtype(requested)) is not _kind(have):
         return None
-    return np.dtype(requested)
+    return None if requested is None else np.dtype(requested)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -299,11 +288,7 @@ def _match(
             continue
         note = ", and the leaf is abstract: there is nothing to keep" if keep else ""
         lines += _find_mismatches(leaf, mine, found, spare, note)
-        origins[leaf.path] = [
-            Origin(tensor.name, found[tensor.name], part, tensor.scale)
-            for tensor in present
-            for part in tensor.parts_of(leaf.path)
-        ]
+        origins[leaf.path] = _origins_of(leaf.path, present, found)
     if options.unexpected == "error":
         lines += [f"tensor {name!r} is for no leaf" for name in spare]
     if lines:
@@ -316,6 +301,10 @@ def _match(
             )
         )
     return origins
+
+
+def _origins_of(path: str, tensors: Sequence[Tensor], found: Mapping[str, TensorInfo]) -> list[Origin]:
+    return [Origin(t.name, found[t.name], part, t.scale) for t in tensors for part in t.parts_of(path)]
 
 
 def _convert(
