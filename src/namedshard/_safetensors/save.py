@@ -27,7 +27,7 @@ VISIBLE_S = 5.0
 """How long a network file system may take to show one machine's file to another."""
 
 
-def _grouped(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
+def _group_by_file(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
     """Tensors per file, in order; a tensor that is larger than the limit has a file to itself."""
     groups: list[list[Outgoing]] = [[]]
     held = 0
@@ -108,9 +108,9 @@ def save_safetensors(
     limit, memory = parse_bytes(max_shard_size), parse_bytes(budget)
     me, count = processes()
     owners = owners_of(writer, count)
-    words = {"format": "pt", **checked_metadata(metadata)}
+    header_metadata = {"format": "pt", **checked_metadata(metadata)}
     tensors = resolve_outgoing(tree, names, dtype)
-    groups = [tensors] if single else _grouped(tensors, limit)
+    groups = [tensors] if single else _group_by_file(tensors, limit)
     total = sum(t.nbytes for t in tensors)
     # All that decides what is written where, and which exchanges of arrays that takes.
     note = f"{os.fspath(path)!r}, {max_shard_size=}, {metadata=}, {writer=}, {budget=}"
@@ -125,8 +125,8 @@ def save_safetensors(
         destination.names = failures.round({"names": destination.names}, exchanging=bool(shared))[0]["names"]
         files = [File(n, tuple(g), i % owners) for i, (n, g) in enumerate(zip(destination.names, groups, strict=True))]
         mine = sum(t.nbytes for file in files for t in file.tensors if file.owner == me)
-        with reporting(progress, mine, "saving") as tell:
-            writing = FileWriter(directory, me, words, memory, shared, failures, tell)
+        with reporting(progress, mine, "saving") as advance:
+            writing = FileWriter(directory, me, header_metadata, memory, shared, failures, advance)
             try:
                 written: list[dict[str, str]] = []
                 # A round for each file of each process, lest the others go on to the end when one has failed.

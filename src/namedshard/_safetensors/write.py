@@ -1,4 +1,4 @@
-"""EFFECTS. One process's part in writing the files of a checkpoint, each of them beside its name."""
+"""EFFECTS. Writes this process's files of a checkpoint, under other names until all are written."""
 
 import concurrent.futures
 import contextlib
@@ -25,8 +25,6 @@ from namedshard._safetensors.layout import Bounds, Part, boxes_in, leaf_bounds, 
 from namedshard._safetensors.outgoing import File, Outgoing
 from namedshard._safetensors.ranges import LOCAL, Chunk, plan_chunks, run_offsets
 from namedshard._safetensors.reader import limit_buffers, scaled
-
-Tell = Callable[[int], None]
 
 
 class Failures:
@@ -145,25 +143,21 @@ class Failures:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pieces:
-    """A leaf, or some of it, as pieces that this process has."""
+class HostShards:
+    """A leaf, or some of it, as shards that this process can read: bounds in the leaf, and data."""
 
     dtype: np.dtype[Any]
-    pieces: Sequence[tuple[Bounds, Any]]
+    shards: Sequence[tuple[Bounds, Any]]
 
     def read(self, part: Part, box: Bounds) -> np.ndarray:
-        """The elements of a box of a part, in its atoms' order; a view of a piece where one has them all."""
+        """The elements of a box of a part, in its atoms' order; a view of a shard that has them all."""
         out: np.ndarray | None = None
-        for bounds, data in self.pieces:
-            for mine in boxes_in(part, bounds):
-                shared = overlap(mine, box)
+        for bounds, data in self.shards:
+            for held in boxes_in(part, bounds):
+                shared = overlap(held, box)
                 if shared is None:
                     continue
-                region = leaf_bounds(part, shared)
-                array = moves.host_piece(
-                    data, tuple((a - o, b - o) for (a, b), (o, _) in zip(region, bounds, strict=True))
-                )
-                view = leaf_view(part, shared, array, [lo for lo, _ in region])
+                view = _read_box(part, shared, bounds, data)
                 if shared == box:
                     return view
                 if out is None:
@@ -173,18 +167,25 @@ class Pieces:
         return out
 
 
-def pieces_of(value: Any) -> Pieces:
-    """The pieces of a leaf that this process has whole, each distinct one once."""
+def _read_box(part: Part, box: Bounds, bounds: Bounds, data: Any) -> np.ndarray:
+    """A box of a part from a shard that has all of it."""
+    region = leaf_bounds(part, box)
+    within = tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(region, bounds, strict=True))
+    return leaf_view(part, box, moves.host_piece(data, within), [lo for lo, _ in region])
+
+
+def distinct_shards(value: Any) -> HostShards:
+    """The shards of a leaf that this process has, each distinct one once."""
     if not isinstance(value, jax.Array):
         array = np.asarray(value)
-        return Pieces(array.dtype, [(tuple((0, n) for n in array.shape), array)])
+        return HostShards(array.dtype, [(tuple((0, n) for n in array.shape), array)])
     found: dict[Bounds, Any] = {}
     for shard in value.addressable_shards:
         found.setdefault(boxes.bounds_of(shard.index, value.shape), shard.data)
-    return Pieces(value.dtype, list(found.items()))
+    return HostShards(value.dtype, list(found.items()))
 
 
-def gathered(value: jax.Array, region: Bounds, owner: int, budget: int) -> Pieces | None:
+def gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> HostShards | None:
     """A region of a shared array on one process; None on the others. A collective."""
     device = next(d for d in jax.devices() if d.process_index == owner)
     target = exchange.layout({device: region}, value.ndim)
@@ -192,15 +193,15 @@ def gathered(value: jax.Array, region: Bounds, owner: int, budget: int) -> Piece
     if owner == jax.process_index():
         buffers[0, region] = np.empty([hi - lo for lo, hi in region], value.dtype)
     collective.exchange([value], [target], buffers, budget)
-    return Pieces(value.dtype, [(region, buffer) for (_, region), buffer in buffers.items()]) if buffers else None
+    return HostShards(value.dtype, [(region, buffer) for (_, region), buffer in buffers.items()]) if buffers else None
 
 
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
-    """Numbers become whole ones of a smaller type if each of them fits, or not at all."""
+    """Raise if a value does not fit the tensor's integer dtype."""
     info = ml_dtypes.iinfo(tensor.dtype)
     exact: Any = int if jnp.issubdtype(data.dtype, np.integer) else float
     least, most = exact(data.min()), exact(data.max())
-    # Not "outside of": a value that is no number compares with none.
+    # Not "outside of": NaN compares with nothing.
     if info.min <= least and most <= info.max:
         return
     values = f"values from {least} to {most} do" if least < most else f"value {least} does"
@@ -232,7 +233,7 @@ class FileWriter:
         budget: Bytes of host memory for what is gathered and converted.
         shared: Ids of the values that it takes all processes to get at.
         failures: What goes wrong here, which ends the writing, but not this process's part in exchanges of arrays.
-        tell: Is told of bytes that are written.
+        advance: Called with the bytes that were written, for the progress.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class FileWriter:
         budget: int,
         shared: frozenset[int],
         failures: Failures,
-        tell: Tell,
+        advance: Callable[[int], None],
     ) -> None:
         self.partials: list[PartialFile] = []
         self._directory = directory
@@ -252,7 +253,7 @@ class FileWriter:
         self._budget = budget
         self._shared = shared
         self._failures = failures
-        self._tell = tell
+        self._advance = advance
 
     def write(self, file: File) -> None:
         """Write one file beside its name, on its owner; the other processes take part in gathering. Raises nothing."""
@@ -286,21 +287,21 @@ class FileWriter:
         gathering = dataclasses.replace(settings, read_bytes=max(1 << 16, min(64 << 20, self._budget // 4)))
         with concurrent.futures.ThreadPoolExecutor(settings.threads, thread_name_prefix="namedshard-write") as pool:
             for tensor in file.tensors:
-                for i, (value, part) in enumerate(tensor.parts):
+                for value, part in tensor.parts:
                     together = id(value) in self._shared
                     found = plan_chunks(
                         part, [part.whole], tensor.dtype.itemsize, at, gathering if together else settings
                     )
-                    write = functools.partial(self._write_chunks, pool, partial, tensor, i)
+                    write = functools.partial(self._write_chunks, pool, partial, tensor, part)
                     if not together:
-                        write(lambda value=value: pieces_of(value), found)
+                        write(lambda value=value: distinct_shards(value), found)
                         continue
                     for chunk in found:
                         if self._failures.broken:
                             return
-                        pieces = gathered(value, leaf_bounds(part, chunk.box), file.owner, self._budget // 4)
-                        if pieces is not None:
-                            write(lambda pieces=pieces: pieces, [chunk])
+                        gathered = gather_region(value, leaf_bounds(part, chunk.box), file.owner, self._budget // 4)
+                        if gathered is not None:
+                            write(lambda gathered=gathered: gathered, [chunk])
                 at += tensor.nbytes
 
     def _write_chunks(
@@ -308,29 +309,28 @@ class FileWriter:
         pool: concurrent.futures.Executor,
         partial: PartialFile | None,
         tensor: Outgoing,
-        index: int,
-        pieces: Callable[[], Pieces],
+        part: Part,
+        shards: Callable[[], HostShards],
         found: Iterable[Chunk],
     ) -> None:
         if partial is None or self._failures:
             return
         with self._failures.caught():
-            data = pieces()
-            pending = [pool.submit(self._write_chunk, partial, tensor, data, index, chunk) for chunk in found]
+            held = shards()
+            pending = [pool.submit(self._write_chunk, partial, tensor, part, held, chunk) for chunk in found]
             for future in pending:
                 with self._failures.caught(of_writing=True):
                     count = future.result()
                 if self._failures:
                     return
                 # Whatever it raises is the caller's own, also where it looks like a file's.
-                self._tell(count)
+                self._advance(count)
 
-    def _write_chunk(self, file: PartialFile, tensor: Outgoing, pieces: Pieces, index: int, chunk: Chunk) -> int:
+    def _write_chunk(self, file: PartialFile, tensor: Outgoing, part: Part, shards: HostShards, chunk: Chunk) -> int:
         if self._failures:
             return 0
-        part = tensor.parts[index][1]
-        flat = _as_stored(tensor, pieces.read(part, chunk.box)).reshape(-1).view(np.uint8)
-        lines = memoryview(flat)
+        flat = _as_stored(tensor, shards.read(part, chunk.box)).reshape(-1).view(np.uint8)
+        data = memoryview(flat)
         for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):
-            file.write(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
+            file.write(offset, data[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
         return flat.nbytes
