@@ -129,7 +129,7 @@ class Destination:
                 remove_leftovers(self._directory, lambda name: name == single)
                 self.names = [single]
                 return
-            # An index that was to come tells that these are remains: it goes after them.
+            # A partial index is what shows that shards were abandoned, so it is removed after them.
             for name in find_abandoned(self._directory):
                 remove_unlocked(self._path(name))
             remove_leftovers(self._directory, is_ours)

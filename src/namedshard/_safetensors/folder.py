@@ -86,11 +86,9 @@ def select_files(directory: str, names: Collection[str]) -> tuple[str, ...]:
     Raises:
         CheckpointError: There is no checkpoint, or only some of its files, or there are several.
     """
-    indices = [INDEX] if INDEX in names else sorted(name for name in names if name.endswith(INDEX_SUFFIX))
-    if indices == [INDEX] or (len(indices) == 1 and SINGLE not in names):
-        return (indices[0],)
-    if SINGLE in names:
-        return (SINGLE,)
+    indices = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
+    if (decisive := _decisive_file(names, indices)) is not None:
+        return (decisive,)
     files = sorted(name for name in names if name.endswith(SUFFIX))
     if not files:
         raise CheckpointError(
@@ -106,6 +104,15 @@ def select_files(directory: str, names: Collection[str]) -> tuple[str, ...]:
     if replacing and not candidates:
         return replacing[0].files
     raise _undecided(directory, sets, indices or [name for name, _ in candidates])
+
+
+def _decisive_file(names: Collection[str], indices: Sequence[str]) -> str | None:
+    """The file that makes the folder a checkpoint, whatever else is in it."""
+    if INDEX in indices:
+        return INDEX
+    if SINGLE in names:
+        return SINGLE
+    return indices[0] if len(indices) == 1 else None
 
 
 def _candidates(

@@ -47,7 +47,7 @@ def _weight_map(name: str, files: OpenFiles) -> dict[str, str]:
     return cast("dict[str, str]", entries)
 
 
-def _why_refused(file: Any) -> str:
+def _why_refused(file: object) -> str:
     """Why an index may not name this file: only files in or below its own directory are read."""
     if not isinstance(file, str):
         return f"{json.dumps(file)[:80]} is not a file name"
@@ -144,7 +144,7 @@ def own_files(directory: str) -> set[str]:
 
 
 def find_abandoned(directory: str) -> list[str]:
-    """Shards in a local directory that a save which was broken off has left."""
+    """Shards that an unfinished save has left in a local directory."""
     names = _listing(directory)
     named: set[str] = set()
     try:
@@ -152,7 +152,7 @@ def find_abandoned(directory: str) -> list[str]:
             if name.endswith(INDEX_SUFFIX):
                 named |= {os.path.normpath(file) for file in referenced_files(os.path.join(directory, name))}
     except CheckpointError:
-        # Whatever it names is somebody's until the index is mended.
+        # What an index names that cannot be read may be in use.
         return []
     return select_abandoned(names, named)
 

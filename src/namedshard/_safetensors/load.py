@@ -1,11 +1,11 @@
 """`load_safetensors`: from bytes to the final placement in one step."""
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from namedshard._errors import NarrowingError, at, message
@@ -132,55 +132,47 @@ def _raise_unfit(batch: Batch) -> None:
         )
 
 
-class _Assembly:
-    """Collects the shards of each leaf until its array can be made."""
+def _assemble(target: Target, shards: Mapping[Bounds, Any]) -> jax.Array:
+    """A leaf's array from its shards of this process: host memory, or lists of arrays on devices."""
+    if any(isinstance(data, list) for data in shards.values()):
+        return moves.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
+    return moves.from_pieces(target.shape, target.dtype, target.sharding, shards)
 
-    def __init__(self, targets: Sequence[Target], needed: Mapping[int, list[Bounds]]):
-        # Where no device of this process is in the mesh, an array has no shard here, and is there all the same.
-        self.arrays: dict[int, jax.Array] = {
-            t.index: moves.from_pieces(t.shape, t.dtype, t.sharding, {}) for t in targets if not needed[t.index]
-        }
-        self._needed = needed
-        self._shards: dict[int, dict[Bounds, Any]] = {index: {} for index in needed}
 
-    def add(self, target: Target, bounds: Bounds, data: Any) -> None:
-        """Add a shard: its host memory, or the arrays on devices that were made of it."""
-        shards = self._shards[target.index]
-        shards[bounds] = data
-        if len(shards) < len(self._needed[target.index]):
-            return
-        del self._shards[target.index]
-        if isinstance(data, np.ndarray):
-            array = moves.from_pieces(target.shape, target.dtype, target.sharding, shards)
-        else:
-            array = moves.from_device_pieces(target.shape, target.sharding, [a for s in shards.values() for a in s])
-        self.arrays[target.index] = array
+def _read_batch(
+    wanted: Sequence[tuple[Target, Bounds]], files: OpenFiles, budget: int, advance: Callable[[int], None]
+) -> Batch:
+    batch = [(target, _allocate(target, bounds)) for target, bounds in wanted]
+    execute_reads(_plan_reads(batch, files, budget), advance)
+    _raise_unfit(batch)
+    return batch
 
 
 def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
     staged = not all(moves.in_host_memory(t.sharding) for t in targets)
     needed = {t.index: _local_bounds(t) for t in targets}
-    assembly = _Assembly(targets, needed)
+    # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
+    arrays = {t.index: _assemble(t, {}) for t in targets if not needed[t.index]}
+    shards: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
     total = sum(_nbytes_read(t, bounds) for t in targets for bounds in needed[t.index])
     # While one batch is on its way to the devices, the next is read.
-    in_flight: list[Any] = []
+    in_flight: list[jax.Array] = []
     with reporting(progress, total, "loading") as advance:
         for wanted in _batches(targets, needed, budget // 4 if staged else None):
-            batch = [(target, _allocate(target, bounds)) for target, bounds in wanted]
-            execute_reads(_plan_reads(batch, files, budget // 2), advance)
-            _raise_unfit(batch)
-            placed: list[Any] = []
-            for target, shard in batch:
+            placed: list[jax.Array] = []
+            for target, shard in _read_batch(wanted, files, budget // 2, advance):
                 data = shard.array
                 if staged:
                     data = moves.onto_devices(target.shape, target.sharding, shard.bounds, data)
                     placed += data
-                assembly.add(target, shard.bounds, data)
+                shards[target.index][shard.bounds] = data
+                if len(shards[target.index]) == len(needed[target.index]):
+                    arrays[target.index] = _assemble(target, shards.pop(target.index))
             jax.block_until_ready(in_flight)
             in_flight = placed
     jax.block_until_ready(in_flight)
-    return assembly.arrays
+    return arrays
 
 
 def load_with(opener: Opener, path: str | os.PathLike[str], like: PyTree, options: LoadOptions) -> PyTree:
@@ -236,8 +228,8 @@ def load_safetensors(
         narrow: ``"error"`` for 64-bit tensors that JAX would narrow and integers that a smaller type may not hold, or
             ``"fit"`` to take them if every value fits. What ``dtype`` asks for needs no leave, but integers must fit.
         budget: Host memory, in bytes or as in ``"1GiB"``, for buffers and for shards on their way to accelerators.
-        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is told the
-            bytes done and in all.
+        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is called
+            with ``(bytes_done, bytes_total)``.
 
     Returns:
         A tree like ``like`` with its arrays in place.

@@ -116,6 +116,7 @@ def _without(x: Any, dim: int) -> jax.ShapeDtypeStruct:
 
 
 def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
+    """The tensors of a subtree, named as `haliax.state_dict` names them."""
     if node is None:
         return
     if isinstance(node, NamedArray):

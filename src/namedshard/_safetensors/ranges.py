@@ -75,7 +75,7 @@ Cover = list[tuple[Bounds, tuple[int, ...]]]
 
 
 def _dense(atoms: Sequence[Atom]) -> bool:
-    """True if the atoms fill a stretch of the tensor without holes."""
+    """True if the atoms fill a range of the tensor without gaps."""
     expected = 1
     for atom in reversed(atoms):
         if atom.stride != expected:

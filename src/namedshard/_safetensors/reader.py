@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ class Read:
         return sum(volume(both) * job.dtype.itemsize for job, both in shared if both is not None)
 
 
-def _within(box: Bounds, outer: Bounds) -> tuple[Any, ...]:
+def _within(box: Bounds, outer: Bounds) -> tuple[slice | EllipsisType, ...]:
     return (*(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True)), ...)
 
 
@@ -163,6 +164,7 @@ def _boxed(job: Job, raw: np.ndarray) -> np.ndarray:
 
 
 def _execute(read: Read, scratch: Scratch) -> None:
+    # Coalesced jobs: one read of everything, from which each takes its bytes.
     if len(read.jobs) > 1:
         raw = scratch.get(read.stop - read.start)
         read.source.read(read.start, memoryview(raw))
@@ -173,6 +175,7 @@ def _execute(read: Read, scratch: Scratch) -> None:
     job = read.jobs[0]
     chunk = job.chunk
     offsets = run_offsets(job.part, chunk, job.dtype.itemsize)
+    # One job, run by run: into the shard itself where it takes the bytes as they are, else by way of a buffer.
     view = _direct(job)
     if view is not None and not view.flags.c_contiguous:
         for index, offset in zip(np.ndindex(*view.shape[: chunk.outer]), offsets, strict=True):

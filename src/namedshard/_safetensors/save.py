@@ -84,8 +84,8 @@ def save_safetensors(
         metadata: Text to keep in each file's header; ``{"format": "pt"}``, which other readers want, is added.
         writer: ``"all"`` for each process to write some of the files, ``"main"`` for process 0 to write all.
         budget: Host memory, in bytes or as in ``"1GiB"``, for what is gathered and converted.
-        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is told the
-            bytes done and in all.
+        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is called
+            with ``(bytes_done, bytes_total)``.
 
     Raises:
         ValueError: ``writer`` is neither, or a size is none.

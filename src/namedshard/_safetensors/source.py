@@ -107,13 +107,13 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The HTTP status that a request failed with; fsspec hides it behind errors of its own."""
+    """The HTTP status that a request failed with, which fsspec hides behind errors of its own."""
     found = getattr(error, "status", None) or getattr(getattr(error, "__cause__", None), "status", None)
     return found if isinstance(found, int) else None
 
 
 def _absent(error: Exception) -> bool:
-    """True if a file is known not to be there; fsspec also says so of an HTTP server that is only out of breath."""
+    """True if a file is known not to exist. fsspec raises the same error for an HTTP server that is overloaded."""
     if not isinstance(error, FileNotFoundError):
         return False
     return error.__cause__ is None or _status(error) in (404, 410)
@@ -163,8 +163,8 @@ def _listing(url: str) -> list[str]:
 def names_in(directory: str, likely: Sequence[str]) -> list[str]:
     """The first of some likely files that is there, alone; else the names of all, if the file system can list them.
 
-    Not every server lists its files, but each tells whether it has one; a store that may not be listed answers as if a
-    file that is not there were forbidden.
+    Not every server lists its files, but each can be asked for one. A store without permission to list answers 403 for
+    a file that does not exist.
 
     Raises:
         CheckpointError: That cannot be found out.

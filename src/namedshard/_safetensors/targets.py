@@ -157,7 +157,7 @@ def _chosen_sharding(value: Any, mesh: Mesh | None) -> Sharding | None:
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
-def _kind(dtype: Any) -> Any:
+def _kind(dtype: Any) -> type[np.generic] | None:
     return next((kind for kind in _KINDS if jnp.issubdtype(dtype, kind)), None)
 
 

@@ -293,6 +293,7 @@ class FileWriter:
                         part, [part.whole], tensor.dtype.itemsize, at, gathering if together else settings
                     )
                     write = functools.partial(self._write_chunks, pool, partial, tensor, part)
+                    # What all processes share is gathered chunk by chunk, on all of them in the same order.
                     if not together:
                         write(lambda value=value: distinct_shards(value), found)
                         continue
