@@ -17,6 +17,7 @@ from haliax.state_dict import ModuleWithStateDictSerialization
 
 from namedshard._safetensors import load as _load
 from namedshard._safetensors.source import LocalFile
+from namedshard._safetensors.targets import LoadOptions
 
 CODES = {
     "bool": "BOOL",
@@ -195,20 +196,8 @@ def model() -> Model:
 def load_recorded(path: Any, like: Any, recorder: Recorder | None = None, **options: Any) -> tuple[Any, Recorder]:
     """Load, and what was read for it."""
     recorder = Recorder() if recorder is None else recorder
-    defaults: dict[str, Any] = {
-        "mapping": None,
-        "mesh": None,
-        "names": None,
-        "dtype": None,
-        "memory_kind": None,
-        "indivisible": None,
-        "missing": "error",
-        "unexpected": "warn",
-        "narrow": "error",
-        "budget": "1GiB",
-        "progress": False,
-    }
-    return _load.load_with(recorder, path, like, **{**defaults, **options}), recorder
+    options.setdefault("progress", False)
+    return _load.load_with(recorder, path, like, LoadOptions(**options)), recorder
 
 
 def struct(*shape: int, dtype: Any = np.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:

@@ -46,7 +46,7 @@ MOVERS = {
     "with_sharding_constraint",
 }
 # Imported where they are used, since not everybody installs them: module -> distribution and the extra that brings it.
-OPTIONAL = {("_offload.offload", "optax"): "optax", ("_safetensors.remote", "fsspec"): "remote"}
+OPTIONAL = {("_offload.offload", "optax"): "optax", ("_safetensors.source", "fsspec"): "remote"}
 IMPORT_NAMES = {"marin-haliax": "haliax"}
 # JAX cannot be without it: numpy's side of the narrow dtypes.
 BROUGHT_BY_JAX = {"ml_dtypes"}

@@ -208,11 +208,11 @@ def test_a_loop_of_links_a_directory_and_a_fifo_in_a_files_place(tmp_path):
 
 def test_headers_alone_are_read_for_headers(tmp_path):
     from namedshard._safetensors.index import find_tensors
-    from namedshard._safetensors.source import Files
+    from namedshard._safetensors.source import OpenFiles
 
     path = write(tmp_path / "x.safetensors", {"a": counting(10_000)})
     recorder = Recorder()
-    with Files(recorder) as files:
+    with OpenFiles(recorder) as files:
         find_tensors(str(path), files)
     assert recorder.data_bytes() == 0
     assert sum(stop - start for _, start, stop in recorder.ranges) == path.stat().st_size - 40_000
@@ -221,9 +221,9 @@ def test_headers_alone_are_read_for_headers(tmp_path):
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_as_it_was(tmp_path):
     path = write(tmp_path / "x.safetensors", TENSORS)
     from namedshard._safetensors.index import find_tensors
-    from namedshard._safetensors.source import Files
+    from namedshard._safetensors.source import OpenFiles
 
-    with Files() as files:
+    with OpenFiles() as files:
         found = find_tensors(str(path), files)
         ns.save_safetensors({n: x * 0 for n, x in TENSORS.items()}, path)
         buffer = bytearray(found["c"].nbytes)

@@ -22,7 +22,7 @@ from namedshard._safetensors.layout import (
     leaf_view,
     overlap,
 )
-from namedshard._safetensors.ranges import LOCAL, REMOTE, WASTE, Habits, chunks, joined, run_offsets
+from namedshard._safetensors.ranges import LOCAL, REMOTE, WASTE, ReadSettings, coalesce, plan_chunks, run_offsets
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
@@ -166,23 +166,23 @@ def wanted(draw):
     return shape, order, draw(st.lists(st.sampled_from(list(itertools.product(*grid))), min_size=1, unique=True))
 
 
-TIGHT = Habits(threads=1, read_bytes=64, join_below=32, max_runs=10_000, row_bytes=1)
-ROWS = Habits(threads=1, read_bytes=64, join_below=32, max_runs=0, row_bytes=10_000)
+TIGHT = ReadSettings(threads=1, read_bytes=64, coalesce_below=32, max_runs=10_000, row_bytes=1)
+ROWS = ReadSettings(threads=1, read_bytes=64, coalesce_below=32, max_runs=0, row_bytes=10_000)
 
 
 @given(wanted(), st.sampled_from([1, 2, 4]), st.sampled_from([TIGHT, ROWS, LOCAL, REMOTE]))
-def test_every_wanted_element_is_read_once_and_hardly_any_other(pieces, itemsize, habits):
+def test_every_wanted_element_is_read_once_and_hardly_any_other(pieces, itemsize, settings):
     shape, order, bounds = pieces
     ((_, part),) = View(shape, ((0, identity(shape)),)).transpose(order).parts
     boxes = [box for b in bounds for box in boxes_in(part, b)]
     begin = 1000
     reads = np.zeros(math.prod(shape) * itemsize, int)
     delivered = [np.zeros([hi - lo for lo, hi in box], int) for box in boxes]
-    for chunk in chunks(part, boxes, itemsize, begin, habits):
-        assert chunk.nbytes <= max(habits.read_bytes, itemsize)
+    for chunk in plan_chunks(part, boxes, itemsize, begin, settings):
+        assert chunk.nbytes <= max(settings.read_bytes, itemsize)
         for offset in run_offsets(part, chunk, itemsize):
             reads[offset - begin : offset - begin + chunk.run_bytes] += 1
-        for i in chunk.pieces:
+        for i in chunk.requests:
             shared = overlap(boxes[i], chunk.box)
             if shared is not None:
                 delivered[i][tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, boxes[i], strict=True))] += 1
@@ -190,7 +190,7 @@ def test_every_wanted_element_is_read_once_and_hardly_any_other(pieces, itemsize
         assert (box == 1).all()
     needed = sum(math.prod(b - a for a, b in box) for box in bounds) * itemsize
     assert reads.max() == 1
-    if habits is not ROWS:
+    if settings is not ROWS:
         assert reads.sum() <= needed * (1 + 2 * WASTE)
 
 
@@ -200,35 +200,35 @@ def test_spans_are_joined_in_order_with_little_waste(gaps):
     for gap, length in gaps:
         spans.append((at + gap, at + gap + length))
         at += gap + length
-    groups = list(joined(spans, TIGHT))
+    groups = list(coalesce(spans, TIGHT))
     assert [i for group in groups for i in group] == list(range(len(spans)))
     for group in groups:
         useful = sum(spans[i][1] - spans[i][0] for i in group)
         whole = spans[group[-1]][1] - spans[group[0]][0]
         assert whole <= useful * (1 + WASTE)
         assert len(group) == 1 or whole <= TIGHT.read_bytes
-    assert list(joined([(0, 8), (8, 16), (16, 24)], TIGHT)) == [[0, 1, 2]]
-    assert list(joined([(0, 8), (9, 17)], TIGHT)) == [[0], [1]]
-    assert list(joined([], TIGHT)) == []
+    assert list(coalesce([(0, 8), (8, 16), (16, 24)], TIGHT)) == [[0, 1, 2]]
+    assert list(coalesce([(0, 8), (9, 17)], TIGHT)) == [[0], [1]]
+    assert list(coalesce([], TIGHT)) == []
 
 
 def test_a_large_run_is_not_cut_where_pieces_only_share_it():
     part = identity((64, 64))
     columns = [((0, 64), (i * 8, (i + 1) * 8)) for i in range(8)]
-    (chunk,) = chunks(part, columns, 4, 0, LOCAL)
-    assert (chunk.pieces, chunk.outer, chunk.start, chunk.nbytes) == (tuple(range(8)), 0, 0, 64 * 64 * 4)
-    (chunk,) = chunks(part, columns[:4], 4, 0, LOCAL)
+    (chunk,) = plan_chunks(part, columns, 4, 0, LOCAL)
+    assert (chunk.requests, chunk.outer, chunk.start, chunk.nbytes) == (tuple(range(8)), 0, 0, 64 * 64 * 4)
+    (chunk,) = plan_chunks(part, columns[:4], 4, 0, LOCAL)
     assert (chunk.outer, chunk.run_bytes, chunk.nbytes) == (1, 128, 64 * 128)
 
 
 def test_very_many_short_runs_are_read_as_whole_rows():
     part = identity((100_000, 16))
     outer_columns = [((0, 100_000), (0, 4)), ((0, 100_000), (12, 16))]
-    found = list(chunks(part, outer_columns, 4, 0, LOCAL))
-    assert all(chunk.outer == 0 and chunk.pieces == (0, 1) for chunk in found)
+    found = list(plan_chunks(part, outer_columns, 4, 0, LOCAL))
+    assert all(chunk.outer == 0 and chunk.requests == (0, 1) for chunk in found)
     assert max(chunk.nbytes for chunk in found) <= LOCAL.read_bytes
     assert sum(chunk.nbytes for chunk in found) == 100_000 * 64
-    few = list(chunks(identity((1000, 16)), [((0, 1000), (0, 4)), ((0, 1000), (12, 16))], 4, 0, LOCAL))
+    few = list(plan_chunks(identity((1000, 16)), [((0, 1000), (0, 4)), ((0, 1000), (12, 16))], 4, 0, LOCAL))
     assert sum(chunk.nbytes for chunk in few) == 1000 * 32
-    wide = list(chunks(identity((20_000, 2048)), [((0, 20_000), (0, 1024))], 4, 0, LOCAL))
+    wide = list(plan_chunks(identity((20_000, 2048)), [((0, 20_000), (0, 1024))], 4, 0, LOCAL))
     assert sum(chunk.nbytes for chunk in wide) == 20_000 * 4096

@@ -1,7 +1,6 @@
 """Loading: right values in the right place from every layout onto every mesh, and as few bytes as that takes."""
 
 import importlib.util
-import inspect
 import io
 import math
 import os
@@ -41,7 +40,7 @@ from support import (
 import namedshard as ns
 from namedshard._place import moves as _moves
 from namedshard._safetensors.ranges import LOCAL
-from namedshard._safetensors.targets import targets_of
+from namedshard._safetensors.targets import LoadOptions
 
 MESHES = {
     "auto": M42,
@@ -339,16 +338,16 @@ def test_empty_arrays_of_every_shape_come_back(tmp_path):
 
 def test_options_that_do_not_exist(tmp_path):
     path = write(tmp_path / "x.safetensors", {"x": VALUE})
-    fine = dict.fromkeys(("path", "mapping", "mesh", "names", "dtype", "memory_kind", "indivisible"))
-    fine |= {"missing": "error", "unexpected": "warn", "narrow": "error"}
     for option, said in {
         "missing": "missing='eror': use 'error' or 'keep'",
         "unexpected": "unexpected='eror': use 'error', 'warn' or 'ignore'",
         "narrow": "narrow='eror': use 'error' or 'fit'",
     }.items():
+        options = LoadOptions()
+        object.__setattr__(options, option, "eror")
         with pytest.raises(ValueError) as error:
-            # Here types are checked as well, which come first.
-            inspect.unwrap(targets_of)({"x": struct(8, 16)}, {}, **fine | {option: "eror"})
+            # Types are checked as well in tests, before this.
+            options.__post_init__()
         assert str(error.value) == said
     with nothing_moved(), pytest.raises(ns.CheckpointError) as error:
         ns.load_safetensors(path, {"layer": {"x": struct(8, 16)}}, dtype={"['layer']['y']": np.float32, "b": np.int8})

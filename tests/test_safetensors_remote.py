@@ -24,7 +24,7 @@ from support import M8, bits, counting, mesh, nothing_moved
 
 import namedshard as ns
 from namedshard._cli import main
-from namedshard._safetensors import remote as _remote
+from namedshard._safetensors import source as _source
 
 TENSORS = {f"t{i:02}": counting(16, 8) + 1000 * i for i in range(12)}
 FILES = {
@@ -107,7 +107,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(_remote, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(_source, "FIRST_DELAY_S", 0.001)
     served = Server(write_sharded(tmp_path / "served", FILES))
     yield served
     served.close()

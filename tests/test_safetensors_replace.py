@@ -13,9 +13,9 @@ from checkpoints import structs, write
 from support import bits, counting
 
 import namedshard as ns
-from namedshard._safetensors import destination as _destination
+from namedshard._safetensors import commit as _commit
 from namedshard._safetensors.commit import PartialFile
-from namedshard._safetensors.folder import left_over
+from namedshard._safetensors.folder import select_abandoned
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -120,19 +120,19 @@ def test_what_is_taken_for_remains():
     three = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     single = "model-00001-of-00001.safetensors"
     foreign = ["pytorch_model-00001-of-00002.safetensors", "model-1-of-2.safetensors", "model-00001-of-2.safetensors"]
-    assert left_over(three[:2], []) == three[:2]
-    assert left_over(three, []) == []
-    assert left_over([*three, ONE], []) == [ONE]
-    assert left_over([*three, INDEX], three) == []
-    assert left_over([*three, ONE, INDEX], three) == [ONE]
-    assert left_over([*three, "model.safetensors"], []) == three
-    assert left_over([*three, "weights.safetensors"], []) == []
-    assert left_over([*three, "weights.safetensors", SAVING], []) == three
-    assert left_over([*three, SAVING], []) == []
-    assert left_over([*three, "weights.safetensors", "more.safetensors"], []) == []
-    assert left_over([single], []) == left_over([single, "weights.safetensors"], []) == []
-    assert left_over([single, "model.safetensors"], []) == [single]
-    assert left_over([*foreign, "model.safetensors"], []) == []
+    assert select_abandoned(three[:2], []) == three[:2]
+    assert select_abandoned(three, []) == []
+    assert select_abandoned([*three, ONE], []) == [ONE]
+    assert select_abandoned([*three, INDEX], three) == []
+    assert select_abandoned([*three, ONE, INDEX], three) == [ONE]
+    assert select_abandoned([*three, "model.safetensors"], []) == three
+    assert select_abandoned([*three, "weights.safetensors"], []) == []
+    assert select_abandoned([*three, "weights.safetensors", SAVING], []) == three
+    assert select_abandoned([*three, SAVING], []) == []
+    assert select_abandoned([*three, "weights.safetensors", "more.safetensors"], []) == []
+    assert select_abandoned([single], []) == select_abandoned([single, "weights.safetensors"], []) == []
+    assert select_abandoned([single, "model.safetensors"], []) == [single]
+    assert select_abandoned([*foreign, "model.safetensors"], []) == []
 
 
 # --- what a save may not touch ----------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, when: Any) 
 
 def test_an_old_file_that_cannot_be_removed(tmp_path, monkeypatch):
     ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path, max_shard_size=16)
-    failing(monkeypatch, _destination.os, "unlink", lambda name: name in (ONE, TWO))
+    failing(monkeypatch, _commit.os, "unlink", lambda name: name in (ONE, TWO))
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors(TREE, tmp_path)
     assert str(error.value) == (
@@ -233,7 +233,7 @@ def test_an_old_file_that_cannot_be_removed(tmp_path, monkeypatch):
 
 def test_an_old_index_that_cannot_be_removed(tmp_path, monkeypatch):
     ns.save_safetensors(TREE, tmp_path, max_shard_size=16)
-    failing(monkeypatch, _destination.os, "unlink", lambda name: name == INDEX)
+    failing(monkeypatch, _commit.os, "unlink", lambda name: name == INDEX)
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path)
     assert str(error.value) == (
@@ -248,9 +248,7 @@ def test_a_disk_that_fails_when_the_new_checkpoint_is_in_place(tmp_path, monkeyp
     ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path, max_shard_size=limit)
     calls: list[str] = []
     # Several files are brought to the disk before their index.
-    failing(
-        monkeypatch, _destination, "sync_directory", lambda name: calls.append(name) or len(calls) == 1 + (limit == 16)
-    )
+    failing(monkeypatch, _commit, "sync_directory", lambda name: calls.append(name) or len(calls) == 1 + (limit == 16))
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors(TREE, tmp_path, max_shard_size=limit)
     assert str(error.value) == (
@@ -263,7 +261,7 @@ def test_a_disk_that_fails_when_the_new_checkpoint_is_in_place(tmp_path, monkeyp
 def test_files_that_were_named_already_are_taken_back(tmp_path, monkeypatch):
     ns.save_safetensors(TREE, tmp_path, max_shard_size=16)
     before = {n: (tmp_path / n).read_bytes() for n in listed(tmp_path)}
-    failing(monkeypatch, _destination, "sync_directory", lambda name: True)
+    failing(monkeypatch, _commit, "sync_directory", lambda name: True)
     with pytest.raises(ns.CheckpointError) as error:
         ns.save_safetensors({n: x * 0 for n, x in TREE.items()}, tmp_path, max_shard_size=16)
     assert str(error.value) == (

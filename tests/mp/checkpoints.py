@@ -31,6 +31,7 @@ from mp.tools import (
 from namedshard._jaxcompat import coordination_client
 from namedshard._safetensors import load as _load
 from namedshard._safetensors.commit import PartialFile
+from namedshard._safetensors.targets import LoadOptions
 
 N = len(DEVICES)
 BARRIERS = itertools.count()
@@ -60,9 +61,8 @@ def given(name: str, tensors: dict[str, np.ndarray]) -> Path:
 
 def load(path: Path, like: Any, **options: Any) -> tuple[Any, int]:
     recorder = Recorder()
-    defaults = dict.fromkeys(("mapping", "mesh", "names", "dtype", "memory_kind", "indivisible"))
-    fixed = {"missing": "error", "unexpected": "error", "narrow": "error", "budget": "1GiB", "progress": False}
-    tree = _load.load_with(recorder, path, like, **(defaults | fixed | options))
+    fixed: dict[str, Any] = {"unexpected": "error", "progress": False}
+    tree = _load.load_with(recorder, path, like, LoadOptions(**fixed | options))
     return tree, recorder.data_bytes()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from haliax import NamedArray
 from haliax.nn import BlockSeq, Stacked
 
+from namedshard._cache import BoundedCache
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._safetensors.layout import NotACopy, View, concatenate, identity
 from namedshard._types import PyTreeDef
@@ -40,7 +41,7 @@ def is_stacked(node: Any) -> bool:
     return isinstance(node, Stacked) and type(node).to_state_dict is Stacked.to_state_dict
 
 
-def exported(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
+def trace_export(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
     """For each tensor of a module's state dict its name (without prefix), what it is, and the paths of all leaves.
 
     Raises:
@@ -50,12 +51,9 @@ def exported(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
     paths = tuple(leaf.path for leaf in named_leaves(arrays_only))
     leaves, treedef = jax.tree_util.tree_flatten(arrays_only)
     shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
-    try:
-        hash(treedef)
-    except TypeError:
-        found = _trace(treedef, shapes)
-    else:
-        found = _cached_trace(treedef, shapes)
+    found = _traces.get((treedef, shapes))
+    if found is None:
+        found = _traces.put((treedef, shapes), _trace(treedef, shapes))
     return [(name, value, paths) for name, value in found]
 
 
@@ -71,9 +69,13 @@ def _without_empty_names(module: Any) -> Any:
     return jax.tree_util.tree_map(emptied, module, is_leaf=lambda x: isinstance(x, NamedArray))
 
 
-def _trace(
-    treedef: PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]
-) -> tuple[tuple[str, View | NotACopy], ...]:
+Trace = tuple[tuple[str, View | NotACopy], ...]
+"""Each tensor of a state dict: its name, and what it is."""
+
+_traces: BoundedCache[Trace] = BoundedCache(1024)
+
+
+def _trace(treedef: PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> Trace:
     names: list[str] = []
 
     def export(*arrays: jax.Array) -> list[Any]:
@@ -87,9 +89,6 @@ def _trace(
     outputs = _run(closed.jaxpr, [np.asarray(c) for c in closed.consts], inputs)
     plain = (value if isinstance(value, View | NotACopy) else NotACopy("a constant") for value in outputs)
     return tuple((_unprefixed(name), value) for name, value in zip(names, plain, strict=True))
-
-
-_cached_trace = functools.lru_cache(maxsize=1024)(_trace)
 
 
 def _unprefixed(name: str) -> str:

@@ -1,9 +1,9 @@
-"""PURE. Which files of a folder are its checkpoint, by their names alone, and which are only remains of one."""
+"""PURE. Selects by name which files of a folder are its checkpoint, and which an unfinished save has left."""
 
 import collections
 import dataclasses
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from namedshard._errors import CheckpointError, message
 
@@ -27,7 +27,7 @@ class ShardSet:
     files: tuple[str, ...]
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """True if no file is missing."""
         return len(self.files) == self.count
 
@@ -80,60 +80,81 @@ def shard_names(taken: Collection[str], count: int) -> list[str]:
         generation += 1
 
 
-def chosen(directory: str, names: Collection[str]) -> tuple[str, ...]:
+def select_files(directory: str, names: Collection[str]) -> tuple[str, ...]:
     """The index of the folder's checkpoint, or all of its files if it has no index.
 
     Raises:
         CheckpointError: There is no checkpoint, or only some of its files, or there are several.
     """
-    indices = [INDEX] if INDEX in names else sorted(n for n in names if n.endswith(INDEX_SUFFIX))
-    if indices == [INDEX] or (len(indices) == 1 and SINGLE not in names):
-        return (indices[0],)
-    if SINGLE in names:
-        return (SINGLE,)
-    files = sorted(n for n in names if n.endswith(SUFFIX))
+    indices = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
+    if (decisive := _decisive_file(names, indices)) is not None:
+        return (decisive,)
+    files = sorted(name for name in names if name.endswith(SUFFIX))
     if not files:
         raise CheckpointError(
             message(f"{directory} holds no checkpoint: neither {INDEX} nor {SINGLE} nor another {SUFFIX} file is in it")
         )
     sets = _shard_sets(files)
-    parts = {name for found in sets for name in found.files}
-    whole = [found for found in sets if found.whole]
-    ours = [found for found in whole if found.generation] if any(map(_is_index_to_come, names)) else []
-    rivals = [*indices, *(n for n in files if n not in parts), *(found for found in whole if found not in ours)]
-    if len(rivals) == 1 or (ours and not rivals):
-        (found,) = rivals or ours[:1]
-        return found.files if isinstance(found, ShardSet) else (found,)
-    if not rivals:
-        raise CheckpointError(
+    # While a save is at its index, its shards are there too, but the checkpoint is still the one before.
+    saving = any(map(_is_partial_index, names))
+    replacing = [found for found in sets if saving and found.complete and found.generation]
+    candidates = _candidates(indices, files, sets, replacing)
+    if len(candidates) == 1:
+        return candidates[0][1]
+    if replacing and not candidates:
+        return replacing[0].files
+    raise _undecided(directory, sets, indices or [name for name, _ in candidates])
+
+
+def _decisive_file(names: Collection[str], indices: Sequence[str]) -> str | None:
+    """The file that makes the folder a checkpoint, whatever else is in it."""
+    if INDEX in indices:
+        return INDEX
+    if SINGLE in names:
+        return SINGLE
+    return indices[0] if len(indices) == 1 else None
+
+
+def _candidates(
+    indices: Sequence[str], files: Sequence[str], sets: Sequence[ShardSet], replacing: Sequence[ShardSet]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """What may be the folder's checkpoint: its name for a message, and its files."""
+    in_sets = {name for found in sets for name in found.files}
+    alone = [*indices, *(name for name in files if name not in in_sets)]
+    complete = [found for found in sets if found.complete and found not in replacing]
+    return [*((name, (name,)) for name in alone), *((found.pattern, found.files) for found in complete)]
+
+
+def _undecided(directory: str, sets: Sequence[ShardSet], candidates: Sequence[str]) -> CheckpointError:
+    if not candidates:
+        return CheckpointError(
             message(
                 f"{directory} holds only parts of a checkpoint, and no {INDEX}",
                 [f"{found.pattern}: {len(found.files)} of {found.count} files are there" for found in sets],
                 fix="fetch the missing files and the index; if a save was broken off here, save again",
             )
         )
-    raise CheckpointError(
+    return CheckpointError(
         message(
             f"{directory} holds several {SUFFIX} files and no {INDEX} that says which belong together",
-            indices or [found.pattern if isinstance(found, ShardSet) else found for found in rivals],
+            candidates,
             fix="pass the path of one of them, or fetch the index",
         )
     )
 
 
-def _is_index_to_come(name: str) -> bool:
-    """True for the file that a save writes before it names its shards: until it has the index's name, they are none."""
+def _is_partial_index(name: str) -> bool:
+    """True for the file that a save writes before it names its shards, and that becomes the index after that."""
     return partial_of(name) == INDEX
 
 
-def left_over(names: Collection[str], named: Collection[str]) -> list[str]:
-    """Shards that a save which was broken off has left: no index names them, and no reader takes them.
+def select_abandoned(names: Collection[str], named: Collection[str]) -> list[str]:
+    """Shards left by a save that did not finish: no index names them, and no reader takes them.
 
-    A whole set without an index stays as long as nothing else in the folder is taken for its checkpoint.
+    A complete set without an index stays as long as nothing else in the folder is taken for its checkpoint.
     """
     try:
-        taken = chosen("", names)
+        kept = set(select_files("", names))
     except CheckpointError:
-        broken = {name for found in _shard_sets(names) if not found.whole for name in found.files}
-        taken = tuple(name for name in names if name not in broken)
-    return sorted(n for n in names if is_our_shard(n) and n not in named and n not in taken)
+        kept = {*names} - {name for found in _shard_sets(names) if not found.complete for name in found.files}
+    return sorted(name for name in names if is_our_shard(name) and name not in {*kept, *named})

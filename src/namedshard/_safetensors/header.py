@@ -1,4 +1,4 @@
-"""PURE. The header of one safetensors file: bytes to `TensorInfo`, with everything checked that a file can lie about.
+"""PURE. Parses the header of one safetensors file into `TensorInfo`s, and trusts none of it.
 
 The format is described at https://huggingface.co/docs/safetensors: eight bytes with the header's length, the header in
 JSON, then the tensors' bytes, which must be covered by the tensors without gap or overlap.
@@ -127,7 +127,7 @@ def _no_constant(text: str) -> Any:
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object from bytes that nobody vouches for.
+    """A JSON object from untrusted bytes.
 
     Raises:
         HeaderError: The bytes are no UTF-8, no JSON, no object, hold a key twice, or are nested too deeply.
@@ -144,11 +144,11 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
     return cast("dict[str, Any]", parsed)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _counts(value: Any) -> tuple[int, ...] | None:
+def _counts(value: object) -> tuple[int, ...] | None:
     if isinstance(value, list) and all(map(_is_count, cast("list[Any]", value))):
         return tuple(cast("list[int]", value))
     return None
@@ -179,7 +179,7 @@ def _bad_name(name: str) -> str:
     return ""
 
 
-def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | str:
+def _entry(name: str, entry: object, file: str, data_start: int) -> TensorInfo | str:
     """The tensor, or what is wrong with its entry."""
     if bad := _bad_name(name):
         return bad
@@ -197,14 +197,19 @@ def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | st
     offsets = _counts(fields["data_offsets"])
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"{_shown(name)}: data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
-    count = _elements(shape)
-    have = offsets[1] - offsets[0]
-    bits = None if count is None else count * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
-    if bits != have * 8:
-        need = f"over {2**63}" if bits is None else f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
-        listed = ",".join(map(str, shape[:16])) + (",..." if len(shape) > 16 else "")
-        return f"{_shown(name)}: {code}[{listed}] takes {need} bytes, but bytes {offsets[0]} to {offsets[1]} are {have}"
+    if mismatch := _size_mismatch(code, shape, *offsets):
+        return f"{_shown(name)}: {mismatch}"
     return TensorInfo(shape, DTYPES[code], file, data_start + offsets[0], data_start + offsets[1])
+
+
+def _size_mismatch(code: str, shape: tuple[int, ...], start: int, stop: int) -> str:
+    count = _elements(shape)
+    bits = None if count is None else count * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
+    if bits == (stop - start) * 8:
+        return ""
+    need = f"over {2**63}" if bits is None else f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
+    listed = ",".join(map(str, shape[:16])) + (",..." if len(shape) > 16 else "")
+    return f"{code}[{listed}] takes {need} bytes, but bytes {start} to {stop} are {stop - start}"
 
 
 def _uncovered(tensors: Sequence[tuple[str, TensorInfo]], data_start: int, size: int) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from namedshard._errors import CheckpointError, HeaderError, message
-from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, chosen, left_over
+from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, select_abandoned, select_files
 from namedshard._safetensors.header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -18,8 +18,7 @@ from namedshard._safetensors.header import (
     parse_header,
     parse_json,
 )
-from namedshard._safetensors.remote import is_url, names_in
-from namedshard._safetensors.source import Files, Source
+from namedshard._safetensors.source import OpenFiles, Source, is_url, names_in
 
 
 def _read(source: Source, start: int, count: int) -> bytes:
@@ -28,14 +27,14 @@ def _read(source: Source, start: int, count: int) -> bytes:
     return bytes(buffer)
 
 
-def _header_of(name: str, files: Files) -> dict[str, TensorInfo]:
+def _header_of(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
     source = files[name]
     prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
     length = header_length(prefix, name, source.size)
     return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
 
 
-def _weight_map(name: str, files: Files) -> dict[str, str]:
+def _weight_map(name: str, files: OpenFiles) -> dict[str, str]:
     source = files[name]
     if source.size > MAX_HEADER_BYTES:
         raise HeaderError(message(f"{name}: {source.size} bytes are too many for an index"))
@@ -48,7 +47,7 @@ def _weight_map(name: str, files: Files) -> dict[str, str]:
     return cast("dict[str, str]", entries)
 
 
-def _why_refused(file: Any) -> str:
+def _why_refused(file: object) -> str:
     """Why an index may not name this file: only files in or below its own directory are read."""
     if not isinstance(file, str):
         return f"{json.dumps(file)[:80]} is not a file name"
@@ -73,36 +72,42 @@ def _sibling(name: str, other: str) -> str:
     return f"{directory}{slash}{other}"
 
 
-def _from_index(name: str, files: Files) -> dict[str, TensorInfo]:
-    weight_map = _weight_map(name, files)
-    parts = {file: _sibling(name, file) for file in dict.fromkeys(weight_map.values())}
+def _read_headers(name: str, weight_map: Mapping[str, str], files: OpenFiles) -> dict[str, dict[str, TensorInfo]]:
+    """The header of each file of an index."""
+    paths = {file: _sibling(name, file) for file in weight_map.values()}
     headers: dict[str, dict[str, TensorInfo]] = {}
     absent: list[str] = []
 
-    def header(where: str) -> dict[str, TensorInfo] | CheckpointError:
+    def read(path: str) -> dict[str, TensorInfo] | CheckpointError:
         try:
-            return _header_of(where, files)
+            return _header_of(path, files)
         except CheckpointError as error:
             return error
 
     # Of a remote checkpoint, the headers of many files take long to arrive one by one.
     with ThreadPoolExecutor(8, thread_name_prefix="namedshard-headers") as pool:
-        for file, found in zip(parts, pool.map(header, parts.values()), strict=True):
+        for file, found in zip(paths, pool.map(read, paths.values()), strict=True):
             if isinstance(found, HeaderError):
                 raise found
             if isinstance(found, CheckpointError):
-                count = sum(f == file for f in weight_map.values())
+                count = list(weight_map.values()).count(file)
                 absent.append(f"{file} ({count} tensor{'s' * (count != 1)}): {str(found).splitlines()[0]}")
             else:
                 headers[file] = found
     if absent:
         raise CheckpointError(
             message(
-                f"{name}: {len(absent)} of {len(parts)} files of the index cannot be read",
+                f"{name}: {len(absent)} of {len(paths)} files of the index cannot be read",
                 absent,
                 fix="fetch the missing files into the index's directory",
             )
         )
+    return headers
+
+
+def _from_index(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
+    weight_map = _weight_map(name, files)
+    headers = _read_headers(name, weight_map, files)
     stale = [f"{tensor}: not in {file}" for tensor, file in weight_map.items() if tensor not in headers[file]]
     if stale:
         raise HeaderError(
@@ -123,7 +128,7 @@ def referenced_files(index: str) -> set[str]:
     """
     if not os.path.lexists(index):
         return set()
-    with Files() as files:
+    with OpenFiles() as files:
         return set(_weight_map(index, files).values())
 
 
@@ -138,8 +143,8 @@ def own_files(directory: str) -> set[str]:
     return {name for name in beside if name.endswith(SUFFIX) and not re.search(r"[/\\]", name)}
 
 
-def remains(directory: str) -> list[str]:
-    """Shards in a local directory that a save which was broken off has left."""
+def find_abandoned(directory: str) -> list[str]:
+    """Shards that an unfinished save has left in a local directory."""
     names = _listing(directory)
     named: set[str] = set()
     try:
@@ -147,9 +152,9 @@ def remains(directory: str) -> list[str]:
             if name.endswith(INDEX_SUFFIX):
                 named |= {os.path.normpath(file) for file in referenced_files(os.path.join(directory, name))}
     except CheckpointError:
-        # Whatever it names is somebody's until the index is mended.
+        # What an index names that cannot be read may be in use.
         return []
-    return left_over(names, named)
+    return select_abandoned(names, named)
 
 
 def _listing(directory: str) -> list[str]:
@@ -159,16 +164,16 @@ def _listing(directory: str) -> list[str]:
         raise CheckpointError(message(f"{directory} cannot be opened: {error.strerror}")) from error
 
 
-def _from_directory(directory: str, files: Files) -> dict[str, TensorInfo]:
+def _from_directory(directory: str, files: OpenFiles) -> dict[str, TensorInfo]:
     base = directory if directory.endswith("/") else directory + "/"
     names = names_in(directory, (INDEX, SINGLE)) if is_url(directory) else _listing(directory)
-    first, *others = chosen(directory, names)
+    first, *others = select_files(directory, names)
     if first.endswith(INDEX_SUFFIX):
         return _from_index(base + first, files)
     return _from_files(base, [first, *others], files)
 
 
-def _from_files(base: str, names: Sequence[str], files: Files) -> dict[str, TensorInfo]:
+def _from_files(base: str, names: Sequence[str], files: OpenFiles) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     twice: list[str] = []
     for name in names:
@@ -188,7 +193,7 @@ def _from_files(base: str, names: Sequence[str], files: Files) -> dict[str, Tens
     return found
 
 
-def find_tensors(path: str, files: Files) -> Mapping[str, TensorInfo]:
+def find_tensors(path: str, files: OpenFiles) -> Mapping[str, TensorInfo]:
     """All tensors of a checkpoint, by name; see `read_header`."""
     plain = _plain(path)
     if plain.endswith(INDEX_SUFFIX):
@@ -223,5 +228,5 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         >>> info.shape, info.dtype, info.stop - info.start
         ((2, 3), dtype('float32'), 24)
     """
-    with Files() as files:
+    with OpenFiles() as files:
         return dict(find_tensors(os.fspath(path), files))

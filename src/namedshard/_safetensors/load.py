@@ -1,11 +1,11 @@
 """`load_safetensors`: from bytes to the final placement in one step."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from namedshard._errors import NarrowingError, at, message
@@ -17,10 +17,18 @@ from namedshard._safetensors.index import find_tensors
 from namedshard._safetensors.layout import Bounds, boxes_in, volume
 from namedshard._safetensors.names import Names
 from namedshard._safetensors.progress import Progress, reporting
-from namedshard._safetensors.ranges import Habits, chunks, joined
-from namedshard._safetensors.reader import Job, Read, Shard, run, within
-from namedshard._safetensors.source import Files, Opener, open_source
-from namedshard._safetensors.targets import DTypes, Missing, Narrow, Target, Unexpected, targets_of
+from namedshard._safetensors.ranges import ReadSettings, coalesce, plan_chunks
+from namedshard._safetensors.reader import Job, Read, ShardBuffer, execute_reads, limit_buffers
+from namedshard._safetensors.source import Opener, OpenFiles, open_source
+from namedshard._safetensors.targets import (
+    DTypes,
+    LoadOptions,
+    Missing,
+    Narrow,
+    Target,
+    Unexpected,
+    resolve_targets,
+)
 
 
 def _local_bounds(target: Target) -> list[Bounds]:
@@ -54,35 +62,50 @@ def _batches(
     yield batch
 
 
-def _jobs(batch: Sequence[tuple[Target, Shard]], habits: Callable[[str], Habits]) -> Iterator[tuple[str, Job]]:
-    by_target: dict[int, tuple[Target, list[Shard]]] = {}
+Batch = Sequence[tuple[Target, ShardBuffer]]
+
+
+def _allocate(target: Target, bounds: Bounds) -> ShardBuffer:
+    shape = tuple(hi - lo for lo, hi in bounds)
+    return ShardBuffer(bounds, boxes.aligned_empty(shape, target.dtype), target.check)
+
+
+def _jobs(batch: Batch, settings: Mapping[str, ReadSettings]) -> Iterator[tuple[str, Job]]:
+    """Each file's name with one chunk to read from it."""
+    by_target: dict[int, tuple[Target, list[ShardBuffer]]] = {}
     for target, shard in batch:
         by_target.setdefault(target.index, (target, []))[1].append(shard)
     for target, shards in by_target.values():
         for origin in target.origins:
-            pieces = [(box, shard) for shard in shards for box in boxes_in(origin.part, shard.bounds)]
-            info, boxes = origin.info, [box for box, _ in pieces]
-            for chunk in chunks(origin.part, boxes, info.dtype.itemsize, info.start, habits(info.file)):
-                wanted = tuple(pieces[i] for i in chunk.pieces)
-                yield info.file, Job(chunk, origin.part, origin.name, info.dtype, origin.scale, wanted)
+            requests = [(box, shard) for shard in shards for box in boxes_in(origin.part, shard.bounds)]
+            info, wanted = origin.info, [box for box, _ in requests]
+            for chunk in plan_chunks(origin.part, wanted, info.dtype.itemsize, info.start, settings[info.file]):
+                served = tuple(requests[i] for i in chunk.requests)
+                yield info.file, Job(chunk, origin.part, origin.name, info.dtype, origin.scale, served)
 
 
-def _reads(batch: Sequence[tuple[Target, Shard]], files: Files, budget: int) -> list[Read]:
-    def habits(file: str) -> Habits:
-        return within(files[file].habits, budget)
-
+def _plan_reads(batch: Batch, files: OpenFiles, budget: int) -> list[Read]:
+    """The reads that fill a batch of shards, in the order of their bytes."""
+    names = dict.fromkeys(origin.info.file for target, _ in batch for origin in target.origins)
+    settings = {name: limit_buffers(files[name].settings, budget) for name in names}
     by_file: dict[str, list[Job]] = {}
-    for file, job in _jobs(batch, habits):
-        by_file.setdefault(file, []).append(job)
+    for name, job in _jobs(batch, settings):
+        by_file.setdefault(name, []).append(job)
     out: list[Read] = []
-    for file, jobs in by_file.items():
-        single = sorted((job for job in jobs if not job.chunk.outer), key=lambda job: job.chunk.start)
-        spans = [(job.chunk.start, job.chunk.start + job.chunk.nbytes) for job in single]
-        groups = [tuple(single[i] for i in group) for group in joined(spans, habits(file))]
-        for together in [*groups, *((job,) for job in jobs if job.chunk.outer)]:
-            stop = max(job.chunk.start + job.chunk.nbytes for job in together)
-            out.append(Read(files[file], together[0].chunk.start, stop, together))
+    for name, jobs in by_file.items():
+        out += (
+            Read(files[name], together[0].chunk.start, max(job.chunk.stop for job in together), together)
+            for together in _group_jobs(jobs, settings[name])
+        )
     return sorted(out, key=lambda read: (read.source.name, read.start))
+
+
+def _group_jobs(jobs: Sequence[Job], settings: ReadSettings) -> Iterator[tuple[Job, ...]]:
+    """Jobs to read at once: contiguous ones next to each other, and each strided one alone."""
+    contiguous = sorted((job for job in jobs if not job.chunk.outer), key=lambda job: job.chunk.start)
+    for group in coalesce([(job.chunk.start, job.chunk.stop) for job in contiguous], settings):
+        yield tuple(contiguous[i] for i in group)
+    yield from ((job,) for job in jobs if job.chunk.outer)
 
 
 def _extremes(values: Sequence[Any]) -> str:
@@ -90,7 +113,7 @@ def _extremes(values: Sequence[Any]) -> str:
     return f"{low} does" if low == high else f"{low} and {high} do"
 
 
-def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
+def _raise_unfit(batch: Batch) -> None:
     found: dict[tuple[str, str, str], list[Any]] = {}
     for target, shard in batch:
         for name, ends in shard.unfit.items():
@@ -109,99 +132,58 @@ def _raise_unfit(batch: Sequence[tuple[Target, Shard]]) -> None:
         )
 
 
-class _Assembly:
-    """Shards that are read, until their leaf is complete."""
-
-    def __init__(self, targets: Sequence[Target], needed: Mapping[int, list[Bounds]]):
-        # Where no device of this process is in the mesh, an array has no shard here, and is there all the same.
-        self.results: dict[int, jax.Array] = {
-            t.index: moves.from_pieces(t.shape, t.dtype, t.sharding, {}) for t in targets if not needed[t.index]
-        }
-        self._needed = needed
-        self._pieces: dict[int, dict[Bounds, Any]] = {index: {} for index in needed}
-
-    def add(self, target: Target, bounds: Bounds, piece: Any) -> None:
-        """One more shard: its memory, or the arrays that it has become on its devices."""
-        pieces = self._pieces[target.index]
-        pieces[bounds] = piece
-        if len(pieces) < len(self._needed[target.index]):
-            return
-        del self._pieces[target.index]
-        if isinstance(piece, np.ndarray):
-            result = moves.from_pieces(target.shape, target.dtype, target.sharding, pieces)
-        else:
-            result = moves.from_device_pieces(target.shape, target.sharding, [a for p in pieces.values() for a in p])
-        self.results[target.index] = result
+def _assemble(target: Target, shards: Mapping[Bounds, Any]) -> jax.Array:
+    """A leaf's array from its shards of this process: host memory, or lists of arrays on devices."""
+    if any(isinstance(data, list) for data in shards.values()):
+        return moves.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
+    return moves.from_pieces(target.shape, target.dtype, target.sharding, shards)
 
 
-def _load(targets: Sequence[Target], files: Files, budget: int, progress: Progress) -> dict[int, jax.Array]:
+def _read_batch(
+    wanted: Sequence[tuple[Target, Bounds]], files: OpenFiles, budget: int, advance: Callable[[int], None]
+) -> Batch:
+    batch = [(target, _allocate(target, bounds)) for target, bounds in wanted]
+    execute_reads(_plan_reads(batch, files, budget), advance)
+    _raise_unfit(batch)
+    return batch
+
+
+def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
     staged = not all(moves.in_host_memory(t.sharding) for t in targets)
     needed = {t.index: _local_bounds(t) for t in targets}
-    assembly = _Assembly(targets, needed)
+    # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
+    arrays = {t.index: _assemble(t, {}) for t in targets if not needed[t.index]}
+    shards: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
     total = sum(_nbytes_read(t, bounds) for t in targets for bounds in needed[t.index])
-    in_flight: list[Any] = []
-    with reporting(progress, total, "loading") as tell:
+    # While one batch is on its way to the devices, the next is read.
+    in_flight: list[jax.Array] = []
+    with reporting(progress, total, "loading") as advance:
         for wanted in _batches(targets, needed, budget // 4 if staged else None):
-            batch = [
-                (t, Shard(bounds, boxes.aligned_empty(tuple(hi - lo for lo, hi in bounds), t.dtype), t.check))
-                for t, bounds in wanted
-            ]
-            reads = _reads(batch, files, budget // 2)
-            run(reads, max((r.source.habits.threads for r in reads), default=1), tell)
-            _raise_unfit(batch)
-            placed: list[Any] = []
-            for target, shard in batch:
-                piece = shard.array
+            placed: list[jax.Array] = []
+            for target, shard in _read_batch(wanted, files, budget // 2, advance):
+                data = shard.array
                 if staged:
-                    piece = moves.onto_devices(target.shape, target.sharding, shard.bounds, piece)
-                    placed += piece
-                assembly.add(target, shard.bounds, piece)
+                    data = moves.onto_devices(target.shape, target.sharding, shard.bounds, data)
+                    placed += data
+                shards[target.index][shard.bounds] = data
+                if len(shards[target.index]) == len(needed[target.index]):
+                    arrays[target.index] = _assemble(target, shards.pop(target.index))
             jax.block_until_ready(in_flight)
             in_flight = placed
     jax.block_until_ready(in_flight)
-    return assembly.results
+    return arrays
 
 
-def load_with(
-    opener: Opener,
-    path: str | os.PathLike[str],
-    like: PyTree,
-    *,
-    mapping: MappingLike | None,
-    mesh: MeshLike | None,
-    names: Names | None,
-    dtype: DTypes,
-    memory_kind: str | None,
-    indivisible: Policy | None,
-    missing: Missing,
-    unexpected: Unexpected,
-    narrow: Narrow,
-    budget: int | str,
-    progress: Progress,
-) -> PyTree:
+def load_with(opener: Opener, path: str | os.PathLike[str], like: PyTree, options: LoadOptions) -> PyTree:
     """`load_safetensors` from any source of bytes."""
     where = os.fspath(path)
-    limit = parse_bytes(budget)
-    with Files(opener) as files:
-        found = find_tensors(where, files)
-        targets = targets_of(
-            like,
-            found,
-            path=where,
-            mapping=mapping,
-            mesh=mesh,
-            names=names,
-            dtype=dtype,
-            memory_kind=memory_kind,
-            indivisible=indivisible,
-            missing=missing,
-            unexpected=unexpected,
-            narrow=narrow,
-        )
-        results = _load(targets, files, limit, progress) if targets else {}
+    limit = parse_bytes(options.budget)
+    with OpenFiles(opener) as files:
+        targets = resolve_targets(like, find_tensors(where, files), where, options)
+        arrays = _load(targets, files, limit, options.progress) if targets else {}
     leaves, treedef = jax.tree_util.tree_flatten(like)
-    return jax.tree_util.tree_unflatten(treedef, [results.get(i, leaf) for i, leaf in enumerate(leaves)])
+    return jax.tree_util.tree_unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def load_safetensors(
@@ -246,8 +228,8 @@ def load_safetensors(
         narrow: ``"error"`` for 64-bit tensors that JAX would narrow and integers that a smaller type may not hold, or
             ``"fit"`` to take them if every value fits. What ``dtype`` asks for needs no leave, but integers must fit.
         budget: Host memory, in bytes or as in ``"1GiB"``, for buffers and for shards on their way to accelerators.
-        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is told the
-            bytes done and in all.
+        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is called
+            with ``(bytes_done, bytes_total)``.
 
     Returns:
         A tree like ``like`` with its arrays in place.
@@ -272,10 +254,7 @@ def load_safetensors(
         >>> float(tree["w"].array[7, 3]), tuple(tree["w"].array.sharding.spec)
         (31.0, ('model', None))
     """
-    return load_with(
-        open_source,
-        path,
-        like,
+    options = LoadOptions(
         mapping=mapping,
         mesh=mesh,
         names=names,
@@ -288,3 +267,4 @@ def load_safetensors(
         budget=budget,
         progress=progress,
     )
+    return load_with(open_source, path, like, options)

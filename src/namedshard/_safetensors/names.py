@@ -1,16 +1,16 @@
 """PURE. Leaf paths to tensor names and layouts, as Haliax's state dicts have them, and back."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import equinox as eqx
 import jax
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 
 from namedshard._errors import CheckpointError, at, did_you_mean, message
 from namedshard._plan.leaves import is_array_like, named_leaves, path_string
-from namedshard._safetensors.export import exported, exports_itself, is_stacked
+from namedshard._safetensors.export import exports_itself, is_stacked, trace_export
 from namedshard._safetensors.layout import Part, View, covered, identity, layer_of
 
 Renamed: TypeAlias = str | Sequence[str]
@@ -27,10 +27,28 @@ class Tensor:
     parts: tuple[tuple[str, Part], ...]
     scale: float = 1.0
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The leaves that it has elements of, each once."""
+        return tuple(dict.fromkeys(path for path, _ in self.parts))
+
+    def parts_of(self, path: str) -> list[Part]:
+        """The parts of one leaf that it has."""
+        return [part for where, part in self.parts if where == path]
+
+
+def tensors_by_leaf(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """The tensors that have elements of each leaf, by path."""
+    out: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        for path in tensor.paths:
+            out.setdefault(path, []).append(tensor)
+    return out
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unknown:
-    """Leaves that a module exports in a way that cannot be followed, and why."""
+    """Leaves that a module exports in a way that cannot be traced back to them, and why."""
 
     paths: tuple[str, ...]
     why: str
@@ -60,28 +78,17 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
     """One layer's module with abstract arrays, and which dimension of each leaf counts the layers, if any."""
-    block = stacked.Block
     dims: dict[str, int | None] = {}
 
     def cut(path: tuple[Any, ...], x: Any) -> Any:
-        where = path_string(path)
-        if isinstance(x, NamedArray):
-            if not is_array_like(x.array):
-                return x
-            try:
-                position = next((i for i, axis in enumerate(x.axes) if axis.name == block.name), None)
-            except ValueError:
-                # The names do not fit the array, which is then a plain one.
-                return cut(path, x.array)
-            dims[where] = position
-            if position is None:
-                return x
-            axes = tuple(axis for i, axis in enumerate(x.axes) if i != position)
-            return NamedArray(cast("Any", _without(x.array, position)), axes)
-        if is_array_like(x):
-            dims[where] = 0 if x.shape and x.shape[0] == block.size else None
-            return x if dims[where] is None else _without(x, 0)
-        return x
+        array = x.array if isinstance(x, NamedArray) else x
+        if not is_array_like(array):
+            return x
+        axes = _fitting_axes(x)
+        dim = dims[path_string(path)] = _layer_dim(array.shape, axes, stacked.Block)
+        if axes is None or dim is None:
+            return (array if axes is None else x) if dim is None else _without(array, dim)
+        return NamedArray(cast("Any", _without(array, dim)), (*axes[:dim], *axes[dim + 1 :]))
 
     def stop(x: Any) -> bool:
         return isinstance(x, NamedArray)
@@ -90,11 +97,26 @@ def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
     return layer, dims
 
 
+def _fitting_axes(x: Any) -> tuple[Axis, ...] | None:
+    """An array's named axes; None if it has no names, or none that fit it, and so is a plain one."""
+    try:
+        return tuple(x.axes) if isinstance(x, NamedArray) else None
+    except ValueError:
+        return None
+
+
+def _layer_dim(shape: tuple[int, ...], axes: Sequence[Axis] | None, block: Axis) -> int | None:
+    if axes is not None:
+        return next((i for i, axis in enumerate(axes) if axis.name == block.name), None)
+    return 0 if shape and shape[0] == block.size else None
+
+
 def _without(x: Any, dim: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
 
 
 def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
+    """The tensors of a subtree, named as `haliax.state_dict` names them."""
     if node is None:
         return
     if isinstance(node, NamedArray):
@@ -119,31 +141,32 @@ def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tens
 def _walk_stacked(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
     layer, dims = _one_layer(node)
     here = path_string((*path, jax.tree_util.GetAttrKey("stacked")))
-    for tensor in list(_walk(layer, (), None)):
+    for tensor in _walk(layer, (), None):
         if isinstance(tensor, Unknown):
-            yield Unknown(tuple(_under(here, where) for where in tensor.paths), tensor.why)
+            yield dataclasses.replace(tensor, paths=_all_under(here, tensor.paths))
             continue
-        per_layer = [(_under(here, where), part, dims[where]) for where, part in tensor.parts]
-        if all(dim is None for _, _, dim in per_layer):
-            parts = tuple((where, part) for where, part, _ in per_layer)
-            yield dataclasses.replace(tensor, name=join(prefix, tensor.name) or "", parts=parts)
+        stacked = [(_under(here, where), part, dims[where]) for where, part in tensor.parts]
+        if all(dim is None for _, _, dim in stacked):
+            yield Tensor(join(prefix, tensor.name) or "", tensor.shape, _of_layer(stacked, 0), tensor.scale)
             continue
         for i in range(node.Block.size):
-            parts = tuple((where, part if dim is None else layer_of(part, dim, i)) for where, part, dim in per_layer)
             name = join(join(prefix, str(i)), tensor.name or None) or ""
-            yield dataclasses.replace(tensor, name=name, parts=parts)
+            yield Tensor(name, tensor.shape, _of_layer(stacked, i), tensor.scale)
+
+
+def _of_layer(stacked: Sequence[tuple[str, Part, int | None]], index: int) -> tuple[tuple[str, Part], ...]:
+    """Parts (path, part of one layer, dimension that counts the layers) as parts of the stacked leaves."""
+    return tuple((where, part if dim is None else layer_of(part, dim, index)) for where, part, dim in stacked)
 
 
 def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
     here = path_string(path)
     kind = type(node).__name__
     try:
-        tensors = exported(node)
+        tensors = trace_export(node)
     except Exception as error:
-        paths = tuple(leaf.path for leaf in named_leaves(node) if is_array_like(leaf.value))
-        yield Unknown(
-            tuple(_under(here, p) for p in paths), f"{kind}.to_state_dict raises {type(error).__name__}: {error}"
-        )
+        paths = [leaf.path for leaf in named_leaves(node) if is_array_like(leaf.value)]
+        yield Unknown(_all_under(here, paths), f"{kind}.to_state_dict raises {type(error).__name__}: {error}")
         return
     for name, value, paths in tensors:
         if isinstance(value, View):
@@ -151,7 +174,7 @@ def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterat
             yield Tensor(join(prefix, name or None) or "", value.shape, parts, value.scale)
         else:
             mine = [paths[i] for i in sorted(value.leaves)] or paths
-            yield Unknown(tuple(_under(here, p) for p in mine), f"{kind} computes tensor {name!r}: {value}")
+            yield Unknown(_all_under(here, mine), f"{kind} computes tensor {name!r}: {value}")
 
 
 def _under(here: str, path: str) -> str:
@@ -159,37 +182,68 @@ def _under(here: str, path: str) -> str:
     return here + path if not here or not path or path.startswith("[") else f"{here}.{path}"
 
 
-def _listed(names: Names | None, path: str) -> list[str] | str | None:
+def _all_under(here: str, paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(_under(here, path) for path in paths)
+
+
+def _look_up_names(names: Names | None, paths: Iterable[str]) -> dict[str, list[str] | str]:
+    """The names given for leaves, by path."""
     if names is None:
-        return None
-    given = names(path) if callable(names) else names.get(path)
-    return given if given is None or isinstance(given, str) else list(given)
+        return {}
+    looked_up = ((path, names(path) if callable(names) else names.get(path)) for path in paths)
+    return {path: name if isinstance(name, str) else list(name) for path, name in looked_up if name is not None}
 
 
-def _named(path: str, shape: tuple[int, ...], given: list[str] | str, default: list[Tensor]) -> list[Tensor] | str:
-    """The leaf's tensors under other names, or what is wrong with these."""
-    alone = [t for t in default if len(t.parts) == 1]
+def _find_unknown_paths(names: Names | None, paths: Collection[str]) -> list[str]:
+    if not isinstance(names, Mapping):
+        return []
+    return [f"{path}: no such leaf{did_you_mean(path, list(paths))}" for path in names if path not in paths]
+
+
+def _rename_leaf(path: str, shape: tuple[int, ...], given: list[str] | str, default: list[Tensor]) -> list[Tensor]:
+    """The leaf's tensors under other names.
+
+    Raises:
+        ValueError: There are too many names, or too few.
+    """
+    alone = all(len(t.parts) == 1 for t in default)
     if isinstance(given, str):
-        if len(default) == len(alone) == 1:
+        if alone and len(default) == 1:
             return [dataclasses.replace(default[0], name=given)]
         return [Tensor(given, shape, ((path, identity(shape)),))]
-    if len(default) == len(alone) == len(given):
+    if alone and len(default) == len(given):
         return [dataclasses.replace(t, name=n) for t, n in zip(default, given, strict=True)]
     if not shape or shape[0] != len(given):
-        return (
+        raise ValueError(
             f"{at(path)}: {len(given)} names for shape {shape}: give one, or one for each index of the first dimension"
         )
     layer = identity(shape[1:])
     return [Tensor(n, shape[1:], ((path, layer_of(layer, 0, i)),)) for i, n in enumerate(given)]
 
 
-def tensors_of(tree: Any, names: Names | None = None, *, all_of_them: bool = False) -> list[Tensor]:
+def _rename(
+    tensors: Sequence[Tensor], given: Mapping[str, list[str] | str], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Tensor], list[str]]:
+    """The tensors, those of leaves with given names last and renamed; and what is wrong with these names."""
+    out = [tensor for tensor in tensors if not any(path in given for path in tensor.paths)]
+    lines: list[str] = []
+    by_leaf = tensors_by_leaf(tensors)
+    for path, name in given.items():
+        try:
+            out += _rename_leaf(path, shapes[path], name, by_leaf.get(path, []))
+        except ValueError as error:
+            lines.append(str(error))
+    return out, lines
+
+
+def tensors_of(tree: Any, names: Names | None = None, *, require_all: bool = False) -> list[Tensor]:
     """The tensors that a tree is stored as.
 
     Args:
         tree: Any tree of arrays or ``jax.ShapeDtypeStruct``s.
         names: Names for some leaves; the others keep those of Haliax's state dicts.
-        all_of_them: Whether tensors that a module computes matter also where their leaves are stored otherwise.
+        require_all: Whether a tensor that a module computes is an error even if other tensors hold all of its leaves,
+            unless ``names`` has these.
 
     Returns:
         Tensors in the tree's order, those that ``names`` renames last.
@@ -198,34 +252,13 @@ def tensors_of(tree: Any, names: Names | None = None, *, all_of_them: bool = Fal
         CheckpointError: ``names`` has paths that are no leaves, or names are missing or do not fit; all are listed.
     """
     shapes = {leaf.path: tuple(leaf.value.shape) for leaf in named_leaves(tree) if is_array_like(leaf.value)}
-    default: dict[str, list[Tensor]] = {path: [] for path in shapes}
     walked = list(_walk(tree, (), None))
-    order = [t for t in walked if isinstance(t, Tensor)]
-    for tensor in order:
-        for path in dict.fromkeys(path for path, _ in tensor.parts):
-            default[path].append(tensor)
-    lines: list[str] = []
-    if isinstance(names, Mapping):
-        lines += [f"{p}: no such leaf{did_you_mean(p, list(shapes))}" for p in names if p not in shapes]
-    given = {path: _listed(names, path) for path in shapes}
-    out = [t for t in order if all(given[path] is None for path, _ in t.parts)]
-    for path, wanted in given.items():
-        if wanted is not None:
-            renamed = _named(path, shapes[path], wanted, default[path])
-            if isinstance(renamed, str):
-                lines.append(renamed)
-            else:
-                out += renamed
-    held: dict[str, list[Part]] = {}
-    for tensor in out:
-        for path, part in tensor.parts:
-            held.setdefault(path, []).append(part)
-    for unknown in (t for t in walked if isinstance(t, Unknown)):
-        lost = [p for p in unknown.paths if not covered(held.get(p, []), shapes[p])]
-        if all_of_them and not lost:
-            lost = [p for p in unknown.paths if given[p] is None]
-        lines += [f"{at(path)}: {unknown.why}" for path in lost]
-    lines += [f"{at(path)}: has no name" for t in out if not t.name for path, _ in t.parts]
+    default = [tensor for tensor in walked if isinstance(tensor, Tensor)]
+    given = _look_up_names(names, shapes)
+    tensors, bad_names = _rename(default, given, shapes)
+    lost = _find_lost(walked, tensors, shapes, given if require_all else None)
+    lines = [*_find_unknown_paths(names, shapes), *bad_names, *lost]
+    lines += [f"{at(path)}: has no name" for tensor in tensors if not tensor.name for path, _ in tensor.parts]
     if lines:
         raise CheckpointError(
             message(
@@ -234,4 +267,30 @@ def tensors_of(tree: Any, names: Names | None = None, *, all_of_them: bool = Fal
                 fix="correct names=, by leaf path as explain prints it",
             )
         )
-    return out
+    return tensors
+
+
+def _find_lost(
+    walked: Sequence[Tensor | Unknown],
+    tensors: Sequence[Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, list[str] | str] | None,
+) -> list[str]:
+    """Leaves that computed tensors come from, and that no tensor holds.
+
+    With ``given`` names, a computed tensor counts even if tensors hold all of its leaves, but one that these rename.
+    """
+    by_leaf = tensors_by_leaf(tensors)
+    lines: list[str] = []
+    for unknown in walked:
+        if isinstance(unknown, Unknown):
+            lost = [path for path in unknown.paths if not hold_leaf(by_leaf.get(path, []), path, shapes[path])]
+            if given is not None and not lost:
+                lost = [path for path in unknown.paths if path not in given]
+            lines += [f"{at(path)}: {unknown.why}" for path in lost]
+    return lines
+
+
+def hold_leaf(tensors: Sequence[Tensor], path: str, shape: Sequence[int]) -> bool:
+    """True if tensors hold every element of a leaf."""
+    return covered([part for tensor in tensors for part in tensor.parts_of(path)], shape)

@@ -1,4 +1,4 @@
-"""What is to be written: a tree's tensors with their values, and everything that forbids it, found before any write."""
+"""The tensors to write for a tree, with their values and all errors before the first write."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ from namedshard._plan.leaves import is_array_like, named_leaves, path_string
 from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS
 from namedshard._safetensors.layout import Part
 from namedshard._safetensors.names import Names, Tensor, tensors_of
-from namedshard._safetensors.targets import DTypes, asked_dtype
+from namedshard._safetensors.targets import DTypes, requested_dtype
 from namedshard._types import Tracer
 
 
@@ -38,6 +38,15 @@ class Outgoing:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class File:
+    """One file to write: its name, tensors and owner."""
+
+    name: str
+    tensors: tuple[Outgoing, ...]
+    owner: int
 
 
 def _loose_numbers(tree: PyTree) -> list[str]:
@@ -67,17 +76,18 @@ def _why_not(value: Any) -> str:
     return ""
 
 
-def _dtype_of(path: str, value: Any, dtypes: DTypes) -> tuple[np.dtype[Any], str]:
+def _resolve_dtype(path: str, value: Any, dtypes: DTypes) -> tuple[np.dtype[Any], str]:
+    """The dtype that a leaf is saved with, and why it cannot be."""
     have = np.dtype(moves.native(value.dtype))
-    wanted = asked_dtype(dtypes, path, have) or have
+    wanted = requested_dtype(dtypes, path, have) or have
     code = CODES.get(wanted)
     if code is None or code in PACKED_BITS:
         return wanted, f"safetensors has no dtype {wanted}; save it as another, with dtype= or after a cast"
     return wanted, ""
 
 
-def outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing]:
-    """The tensors that a tree is written as.
+def resolve_outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing]:
+    """The tensors to write for a tree.
 
     Raises:
         CheckpointError: Leaves that cannot be written, and names that are taken twice, reserved, or no text; all are
@@ -87,21 +97,14 @@ def outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing
     values = {leaf.path: leaf.value for leaf in named_leaves(tree) if is_array_like(leaf.value)}
     bad = {path: why for path, value in values.items() if (why := _why_not(value))}
     lines += [f"{at(path)}: {why}" for path, why in bad.items()]
-    tensors = tensors_of(tree, names, all_of_them=True)
+    tensors = tensors_of(tree, names, require_all=True)
     lines += _bad_names(tensors)
     out: list[Outgoing] = []
     for tensor in tensors:
-        if any(path in bad for path, _ in tensor.parts):
-            continue
-        found = [(path, *_dtype_of(path, values[path], dtypes)) for path, _ in tensor.parts]
-        lines += [f"{at(path)}: {why}" for path, _, why in found if why]
-        kinds = {dtype for _, dtype, _ in found}
-        if len(kinds) > 1:
-            listed = ", ".join(sorted(map(str, kinds)))
-            lines.append(f"tensor {tensor.name!r} would be of several dtypes: {listed}")
-        parts = tuple((values[path], part) for path, part in tensor.parts)
-        paths = tuple(path for path, _ in tensor.parts)
-        out.append(Outgoing(tensor.name, tensor.shape, next(iter(kinds)), parts, paths, tensor.scale))
+        if not any(path in bad for path in tensor.paths):
+            resolved, wrong = _resolve_tensor(tensor, values, dtypes)
+            out.append(resolved)
+            lines += wrong
     if lines:
         raise CheckpointError(
             message(
@@ -115,13 +118,27 @@ def outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing
     return out
 
 
+def _resolve_tensor(tensor: Tensor, values: Mapping[str, Any], dtypes: DTypes) -> tuple[Outgoing, list[str]]:
+    """A tensor with its leaves' values and their dtype, and what is wrong with that."""
+    paths = tuple(path for path, _ in tensor.parts)
+    resolved = {path: _resolve_dtype(path, values[path], dtypes) for path in paths}
+    lines = [f"{at(path)}: {why}" for path, (_, why) in resolved.items() if why]
+    kinds = {dtype for dtype, _ in resolved.values()}
+    if len(kinds) > 1:
+        listed = ", ".join(sorted(map(str, kinds)))
+        lines.append(f"tensor {tensor.name!r} would be of several dtypes: {listed}")
+    parts = tuple((values[path], part) for path, part in tensor.parts)
+    return Outgoing(tensor.name, tensor.shape, next(iter(kinds)), parts, paths, tensor.scale), lines
+
+
 def _bad_names(tensors: Sequence[Tensor]) -> list[str]:
+    """Names that a file cannot have, and tensors that leaves fill only partly."""
     lines: list[str] = []
-    by_name: Mapping[str, list[Tensor]] = collections.defaultdict(list)
+    by_name: dict[str, list[Tensor]] = collections.defaultdict(list)
     for tensor in tensors:
         by_name[tensor.name].append(tensor)
     for name, same in by_name.items():
-        paths = ", ".join(at(path) for path in dict.fromkeys(path for t in same for path, _ in t.parts))
+        paths = ", ".join(map(at, dict.fromkeys(path for tensor in same for path in tensor.paths)))
         if len(same) > 1:
             lines.append(f"{paths}: {len(same)} tensors would be called {name!r}")
         if name == METADATA_KEY:
@@ -130,7 +147,6 @@ def _bad_names(tensors: Sequence[Tensor]) -> list[str]:
             name.encode("utf-8")
         except UnicodeEncodeError:
             lines.append(f"{paths}: the name {name!r} is not valid Unicode")
-        filled = {math.prod(t.shape) == sum(part.size for _, part in t.parts) for t in same}
-        if False in filled:
+        if not all(math.prod(tensor.shape) == sum(part.size for _, part in tensor.parts) for tensor in same):
             lines.append(f"{paths}: tensor {name!r} is not wholly made of leaves")
     return lines

@@ -1,4 +1,4 @@
-"""EFFECTS. How far a load or save has come: on a terminal, to a function, or to nobody."""
+"""EFFECTS. Reports the progress of a load or save: as a bar on a terminal, or to a function."""
 
 import contextlib
 import sys
@@ -10,22 +10,22 @@ from rich import progress as bars
 from rich.console import Console
 
 Progress: TypeAlias = bool | Callable[[int, int], None] | None
-"""True or None: bars where stderr is a terminal. False: silent. A function: told bytes done and in all."""
+"""True or None: bars where stderr is a terminal. False: silent. A function: called with (bytes done, bytes in all)."""
 
 
 @contextlib.contextmanager
 def reporting(progress: Progress, total: int, label: str) -> Generator[Callable[[int], None]]:
-    """Yields a function to tell, from any thread, of bytes that are done."""
+    """Yields a function to call, from any thread, with the number of bytes just done."""
     if callable(progress):
         lock, done = threading.Lock(), 0
 
-        def tell(count: int) -> None:
+        def advance(count: int) -> None:
             nonlocal done
             with lock:
                 done += count
                 progress(done, total)
 
-        yield tell
+        yield advance
     elif progress is not False and sys.stderr.isatty():
         columns = (
             bars.TextColumn("{task.description}"),

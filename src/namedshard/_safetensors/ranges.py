@@ -1,7 +1,7 @@
-"""PURE. Which bytes to read for the pieces of a leaf that this process needs, in which order and how joined.
+"""PURE. Which byte ranges to read for the shards that this process needs, and how to coalesce them.
 
-A piece is a box of a `Part`'s atoms. Boxes are cut where the set of pieces that want them changes, joined where reading
-a little more is cheaper than another request, and split so that none takes more memory than a limit.
+A request is a box of a `Part`'s atoms that some shard needs. Requests are cut where the set of them changes, coalesced
+where reading a little more is cheaper than another read, and split so that no read takes more memory than a limit.
 """
 
 import dataclasses
@@ -14,41 +14,47 @@ import numpy as np
 from namedshard._safetensors.layout import Atom, Bounds, Part, flat_offset, volume
 
 WASTE = 0.02
-"""Of the bytes read, the part that may be read in vain: once to fill rows, and once to join neighbouring ranges."""
+"""Of the bytes read, the share that no request needs, at most: once to fill rows, and once to coalesce ranges."""
 SHORT_RUN = 32 * 1024
 """Bytes below which a run is better read with its neighbours and copied out than read on its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Habits:
-    """What suits a kind of source.
+class ReadSettings:
+    """How to read a kind of source.
 
-    How many threads read it, how large a read is at most, up to which size neighbours are joined, and above how many
-    runs of a tensor its rows are read whole, up to which size of a row: there the operating system, or the time that a
-    request takes, makes many short reads dearer than the bytes between them.
+    Above ``max_runs`` runs of a tensor, its rows of up to ``row_bytes`` are read whole: there the operating system, or
+    the latency of a request, makes many short reads slower than the bytes between them.
+
+    Attributes:
+        threads: How many threads read at once.
+        read_bytes: The largest read.
+        coalesce_below: Ranges up to this size are coalesced with their neighbors.
+        max_runs: See above.
+        row_bytes: See above.
     """
 
     threads: int
     read_bytes: int
-    join_below: int
+    coalesce_below: int
     max_runs: int
     row_bytes: int
 
 
-LOCAL = Habits(threads=4, read_bytes=4 << 20, join_below=64 << 10, max_runs=16384, row_bytes=4096)
-REMOTE = Habits(threads=16, read_bytes=16 << 20, join_below=16 << 20, max_runs=64, row_bytes=16 << 20)
+LOCAL = ReadSettings(threads=4, read_bytes=4 << 20, coalesce_below=64 << 10, max_runs=16384, row_bytes=4096)
+REMOTE = ReadSettings(threads=16, read_bytes=16 << 20, coalesce_below=16 << 20, max_runs=64, row_bytes=16 << 20)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box to read at once, from byte ``start`` on. ``pieces`` are the numbers of the pieces that want some of it.
+    """A box to read at once, from byte ``start`` on. ``requests`` are the numbers of the requests that need some of it.
 
     Its bytes are runs of ``run_bytes`` that follow one another in the file, one for each index of the first ``outer``
     atoms.
     """
 
     box: Bounds
-    pieces: tuple[int, ...]
+    requests: tuple[int, ...]
     start: int
     run_bytes: int
     outer: int
@@ -58,9 +64,18 @@ class Chunk:
         """Bytes read for it."""
         return self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
 
+    @property
+    def stop(self) -> int:
+        """Where its bytes end, if they are contiguous."""
+        return self.start + self.nbytes
+
+
+Cover = list[tuple[Bounds, tuple[int, ...]]]
+"""Disjoint boxes, each with the numbers of the requests that need it."""
+
 
 def _dense(atoms: Sequence[Atom]) -> bool:
-    """True if the atoms fill a stretch of the tensor without holes."""
+    """True if the atoms fill a range of the tensor without gaps."""
     expected = 1
     for atom in reversed(atoms):
         if atom.stride != expected:
@@ -69,51 +84,56 @@ def _dense(atoms: Sequence[Atom]) -> bool:
     return True
 
 
-def _cover(
-    atoms: Sequence[Atom], boxes: Sequence[tuple[int, Bounds]], itemsize: int, fill: int
-) -> list[tuple[Bounds, tuple[int, ...]]]:
-    """Disjoint boxes, each with the pieces that want it. Rows of at most ``fill`` bytes are taken whole."""
+def _cover(atoms: Sequence[Atom], requests: Sequence[tuple[int, Bounds]], itemsize: int, row_bytes: int) -> Cover:
+    """What the requests need, cut where the set of them changes. Rows of at most ``row_bytes`` are taken whole."""
     if not atoms:
-        return [((), tuple(piece for piece, _ in boxes))]
-    out: list[tuple[Bounds, tuple[int, ...]]] = []
-    cuts = sorted({edge for _, box in boxes for edge in box[0]})
-    inner = atoms[1:]
-    for lo, hi in itertools.pairwise(cuts):
-        active = [(piece, box[1:]) for piece, box in boxes if box[0][0] <= lo and hi <= box[0][1]]
-        if not active:
-            continue
-        below = _cover(inner, active, itemsize, fill)
-        if hi - lo > 1 and inner and _dense(inner):
-            row_bytes = math.prod(a.extent for a in inner) * itemsize
-            if row_bytes <= fill or _better_whole(inner, below, itemsize):
-                below = [(tuple((0, a.extent) for a in inner), tuple(sorted({piece for piece, _ in active})))]
-            else:
-                below = _neighbours_joined(inner, below, itemsize)
-        out += [(((lo, hi), *box), pieces) for box, pieces in below]
+        return [((), tuple(number for number, _ in requests))]
+    out: Cover = []
+    edges = sorted({edge for _, box in requests for edge in box[0]})
+    for lo, hi in itertools.pairwise(edges):
+        active = [(number, box[1:]) for number, box in requests if box[0][0] <= lo and hi <= box[0][1]]
+        if active:
+            rows = _cover(atoms[1:], active, itemsize, row_bytes)
+            if hi - lo > 1:
+                rows = _widen_rows(atoms[1:], rows, itemsize, row_bytes)
+            out += [(((lo, hi), *box), numbers) for box, numbers in rows]
     return out
 
 
-def _neighbours_joined(
-    atoms: Sequence[Atom], boxes: Sequence[tuple[Bounds, tuple[int, ...]]], itemsize: int
-) -> list[tuple[Bounds, tuple[int, ...]]]:
-    """Short runs that follow one another as one run, which several pieces want."""
-    rest = tuple((0, a.extent) for a in atoms[1:])
-    out: list[tuple[Bounds, tuple[int, ...]]] = []
-    for box, pieces in boxes:
-        if out and box[1:] == rest and out[-1][0][1:] == rest and out[-1][0][0][1] == box[0][0]:
+def _widen_rows(atoms: Sequence[Atom], rows: Cover, itemsize: int, row_bytes: int) -> Cover:
+    """The boxes to read of each of several rows: the whole row, or those needed with short neighbors coalesced."""
+    if not atoms or not _dense(atoms):
+        return rows
+    nbytes = math.prod(atom.extent for atom in atoms) * itemsize
+    if nbytes <= row_bytes or _better_whole(atoms, rows, itemsize):
+        return [(tuple((0, atom.extent) for atom in atoms), _numbers_of(rows))]
+    return _coalesce_runs(atoms, rows, itemsize)
+
+
+def _numbers_of(cover: Cover) -> tuple[int, ...]:
+    return tuple(sorted({number for _, numbers in cover for number in numbers}))
+
+
+def _coalesce_runs(atoms: Sequence[Atom], cover: Cover, itemsize: int) -> Cover:
+    """Short runs that follow one another as one run, which several requests need."""
+    rest = tuple((0, atom.extent) for atom in atoms[1:])
+    out: Cover = []
+    for box, numbers in cover:
+        if out and box[1:] == rest == out[-1][0][1:] and out[-1][0][0][1] == box[0][0]:
             before, others = out[-1]
             if min(_run(atoms, box)[0], _run(atoms, before)[0]) * itemsize < SHORT_RUN:
-                out[-1] = (((before[0][0], box[0][1]), *rest), tuple(sorted({*others, *pieces})))
+                joined = ((before[0][0], box[0][1]), *rest)
+                out[-1] = (joined, _numbers_of([(box, numbers), (before, others)]))
                 continue
-        out.append((box, pieces))
+        out.append((box, numbers))
     return out
 
 
-def _better_whole(atoms: Sequence[Atom], boxes: Sequence[tuple[Bounds, tuple[int, ...]]], itemsize: int) -> bool:
-    total = math.prod(a.extent for a in atoms)
-    if sum(volume(box) for box, _ in boxes) < total * (1 - WASTE):
+def _better_whole(atoms: Sequence[Atom], cover: Cover, itemsize: int) -> bool:
+    total = math.prod(atom.extent for atom in atoms)
+    if sum(volume(box) for box, _ in cover) < total * (1 - WASTE):
         return False
-    return len(boxes) == 1 or min(_run(atoms, box)[0] for box, _ in boxes) * itemsize < SHORT_RUN
+    return len(cover) == 1 or min(_run(atoms, box)[0] for box, _ in cover) * itemsize < SHORT_RUN
 
 
 def _run(atoms: Sequence[Atom], box: Bounds) -> tuple[int, int]:
@@ -144,19 +164,21 @@ def _split(box: Bounds, limit: int) -> Iterator[Bounds]:
         yield from _split(part, limit)
 
 
-def chunks(part: Part, pieces: Sequence[Bounds], itemsize: int, begin: int, habits: Habits) -> Iterator[Chunk]:
-    """What to read of one tensor, which begins at byte ``begin`` of its file, for these pieces of a part."""
+def plan_chunks(
+    part: Part, requests: Sequence[Bounds], itemsize: int, begin: int, settings: ReadSettings
+) -> Iterator[Chunk]:
+    """What to read of one tensor, whose bytes begin at ``begin`` in its file, for these requests of a part."""
     if not part.size:
         return
-    atoms, numbered = part.atoms, list(enumerate(pieces))
-    boxes = _cover(atoms, numbered, itemsize, 0)
-    if sum(volume(box) // _run(atoms, box)[0] for box, _ in boxes) > habits.max_runs:
-        boxes = _cover(atoms, numbered, itemsize, habits.row_bytes)
-    for whole, wanted in boxes:
-        for box in _split(whole, habits.read_bytes // itemsize):
+    atoms, numbered = part.atoms, list(enumerate(requests))
+    cover = _cover(atoms, numbered, itemsize, 0)
+    if sum(volume(box) // _run(atoms, box)[0] for box, _ in cover) > settings.max_runs:
+        cover = _cover(atoms, numbered, itemsize, settings.row_bytes)
+    for whole, numbers in cover:
+        for box in _split(whole, settings.read_bytes // itemsize):
             run, outer = _run(atoms, box)
             start = begin + flat_offset(part, box) * itemsize
-            yield Chunk(box, wanted, start, run * itemsize, outer)
+            yield Chunk(box, numbers, start, run * itemsize, outer)
 
 
 def run_offsets(part: Part, chunk: Chunk, itemsize: int) -> list[int]:
@@ -167,12 +189,12 @@ def run_offsets(part: Part, chunk: Chunk, itemsize: int) -> list[int]:
     return at.reshape(-1).tolist()
 
 
-def joined(spans: Sequence[tuple[int, int]], habits: Habits) -> Iterator[list[int]]:
-    """Groups of neighbouring spans (start and stop, in order) that are better read as one; numbers of the spans."""
+def coalesce(spans: Sequence[tuple[int, int]], settings: ReadSettings) -> Iterator[list[int]]:
+    """Groups of neighboring spans (start and stop, in order) that are better read as one; numbers of the spans."""
     group: list[int] = []
     begin = end = useful = 0
     for i, (start, stop) in enumerate(spans):
-        fits = group and stop - start <= habits.join_below and stop - begin <= habits.read_bytes
+        fits = group and stop - start <= settings.coalesce_below and stop - begin <= settings.read_bytes
         if fits and stop - begin <= (useful + stop - start) * (1 + WASTE):
             group.append(i)
             useful += stop - start

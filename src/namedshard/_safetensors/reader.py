@@ -1,9 +1,10 @@
-"""EFFECTS. Carries out reads: several threads, each from the file straight into the shards where the bytes allow it."""
+"""EFFECTS. Executes reads in several threads, straight from the file into the shards where nothing is converted."""
 
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -11,13 +12,13 @@ import ml_dtypes
 import numpy as np
 
 from namedshard._safetensors.layout import Bounds, Part, leaf_view, overlap, volume
-from namedshard._safetensors.ranges import Chunk, Habits, run_offsets
+from namedshard._safetensors.ranges import Chunk, ReadSettings, run_offsets
 from namedshard._safetensors.source import Source
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Shard:
-    """A shard to fill: where it lies in its leaf, and its memory. ``unfit``: values its dtype cannot hold."""
+class ShardBuffer:
+    """Host memory for a shard, and its place in its leaf. ``unfit``: lowest and highest value its dtype cannot hold."""
 
     bounds: Bounds
     array: np.ndarray
@@ -28,23 +29,23 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One chunk of one tensor, and the shards that its pieces belong to."""
+    """One chunk of one tensor, and the requests that it serves: boxes of the part, each with its shard."""
 
     chunk: Chunk
     part: Part
     name: str
     dtype: np.dtype[Any]
     scale: float
-    pieces: tuple[tuple[Bounds, Shard], ...]
+    requests: tuple[tuple[Bounds, ShardBuffer], ...]
 
-    def plain(self, shard: Shard) -> bool:
+    def plain(self, shard: ShardBuffer) -> bool:
         """True if the file's bytes are the shard's."""
         return self.scale == 1 and self.dtype == shard.array.dtype and self.dtype != np.bool_
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """One stretch of a file, and the jobs whose chunks lie in it."""
+    """One range of a file, and the jobs whose chunks lie in it."""
 
     source: Source
     start: int
@@ -53,16 +54,16 @@ class Read:
 
     @property
     def useful(self) -> int:
-        """The bytes of the file that shards are made of: gaps that are read along do not count."""
-        shared = ((job, overlap(box, job.chunk.box)) for job in self.jobs for box, _ in job.pieces)
+        """The bytes that shards are made of, without the gaps between them."""
+        shared = ((job, overlap(box, job.chunk.box)) for job in self.jobs for box, _ in job.requests)
         return sum(volume(both) * job.dtype.itemsize for job, both in shared if both is not None)
 
 
-def _within(box: Bounds, outer: Bounds) -> tuple[Any, ...]:
+def _within(box: Bounds, outer: Bounds) -> tuple[slice | EllipsisType, ...]:
     return (*(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True)), ...)
 
 
-def _view(part: Part, box: Bounds, shard: Shard) -> np.ndarray:
+def _view(part: Part, box: Bounds, shard: ShardBuffer) -> np.ndarray:
     return leaf_view(part, box, shard.array, [lo for lo, _ in shard.bounds])
 
 
@@ -76,49 +77,56 @@ def scaled(array: np.ndarray, factor: float, dtype: np.dtype[Any]) -> np.ndarray
     return (array.astype(wide) * factor).astype(dtype)
 
 
-def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: Shard) -> None:
+def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: ShardBuffer) -> None:
     if job.dtype == np.bool_:
         source = np.asarray(source.view(np.uint8) != 0)
     if job.scale != 1:
         source = scaled(source, 1 / job.scale, job.dtype)
     if shard.check:
-        _check(job, source, shard)
+        _note_unfit(job.name, source, shard)
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(into, source, casting="unsafe")
 
 
-def _check(job: Job, source: np.ndarray, shard: Shard) -> None:
+def _note_unfit(name: str, source: np.ndarray, shard: ShardBuffer) -> None:
     """Note the lowest and the highest value that the shard's dtype cannot hold."""
-    kind = shard.array.dtype
-    whole = jax.numpy.issubdtype(kind, np.integer)
+    low, high = _unfit_ends(source, shard.array.dtype)
+    if low is None and high is None:
+        return
+    with shard.lock:
+        before_low, before_high = shard.unfit.get(name, (None, None))
+        # The earlier of equal ones stays, and also of those that are no numbers.
+        low = before_low if low is None or (before_low is not None and not low < before_low) else low
+        high = before_high if high is None or (before_high is not None and not high > before_high) else high
+        shard.unfit[name] = (low, high)
+
+
+def _unfit_ends(source: np.ndarray, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """The lowest and the highest value, or None for each that the dtype can hold."""
+    whole = jax.numpy.issubdtype(dtype, np.integer)
     if not whole:
         source = source[np.isfinite(source)]
     if not source.size:
-        return
+        return None, None
     least, most = source.min(), source.max()
     if whole:
-        info = ml_dtypes.iinfo(kind)
-        # Not "outside of": a value that is no number compares with none.
+        info = ml_dtypes.iinfo(dtype)
         # Compared as Python's numbers: a float32 would round the bound of an int32 up to a value that does not fit.
         exact: Any = int if np.issubdtype(source.dtype, np.integer) else float
-        too_low, too_high = not exact(least) >= info.min, not exact(most) <= info.max
+        # Not "outside of": NaN compares with nothing.
+        fits = exact(least) >= info.min, exact(most) <= info.max
     else:
         with np.errstate(over="ignore"):
-            too_low, too_high = not np.isfinite(least.astype(kind)), not np.isfinite(most.astype(kind))
-    with shard.lock:
-        low, high = shard.unfit.get(job.name, (None, None))
-        low = least if too_low and (low is None or least < low) else low
-        high = most if too_high and (high is None or most > high) else high
-        if low is not None or high is not None:
-            shard.unfit[job.name] = (low, high)
+            fits = np.isfinite(least.astype(dtype)), np.isfinite(most.astype(dtype))
+    return (None if fits[0] else least), (None if fits[1] else most)
 
 
 def _direct(job: Job) -> np.ndarray | None:
     """The shard's own memory for a chunk, run by run, if its bytes can be read there; its runs are the first axis."""
     chunk = job.chunk
-    if len(job.pieces) != 1:
+    if len(job.requests) != 1:
         return None
-    box, shard = job.pieces[0]
+    box, shard = job.requests[0]
     if overlap(box, chunk.box) != chunk.box or not job.plain(shard):
         return None
     view = _view(job.part, chunk.box, shard)
@@ -143,7 +151,8 @@ class Scratch(threading.local):
 
 
 def _deliver(job: Job, source: np.ndarray) -> None:
-    for box, shard in job.pieces:
+    """Convert and copy a chunk into the shards that need it."""
+    for box, shard in job.requests:
         shared = overlap(box, job.chunk.box)
         if shared is not None:
             _convert(job, source[_within(shared, job.chunk.box)], _view(job.part, shared, shard), shard)
@@ -154,8 +163,8 @@ def _boxed(job: Job, raw: np.ndarray) -> np.ndarray:
     return raw.view(job.dtype).reshape([hi - lo for lo, hi in job.chunk.box])
 
 
-def _run(read: Read, scratch: Scratch) -> None:
-    """Read and deliver."""
+def _execute(read: Read, scratch: Scratch) -> None:
+    # Coalesced jobs: one read of everything, from which each takes its bytes.
     if len(read.jobs) > 1:
         raw = scratch.get(read.stop - read.start)
         read.source.read(read.start, memoryview(raw))
@@ -166,29 +175,31 @@ def _run(read: Read, scratch: Scratch) -> None:
     job = read.jobs[0]
     chunk = job.chunk
     offsets = run_offsets(job.part, chunk, job.dtype.itemsize)
+    # One job, run by run: into the shard itself where it takes the bytes as they are, else by way of a buffer.
     view = _direct(job)
     if view is not None and not view.flags.c_contiguous:
         for index, offset in zip(np.ndindex(*view.shape[: chunk.outer]), offsets, strict=True):
             read.source.read(offset, _bytes_of(view[index]))
         return
     raw = scratch.get(chunk.nbytes) if view is None else np.asarray(_bytes_of(view))
-    lines = memoryview(raw)
+    into = memoryview(raw)
     for i, offset in enumerate(offsets):
-        read.source.read(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
+        read.source.read(offset, into[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
     if view is None:
         _deliver(job, _boxed(job, raw))
 
 
-def run(reads: Sequence[Read], threads: int, done: Callable[[int], None]) -> None:
-    """Carry out all reads; ``done`` is told the useful bytes of each. The first error ends it."""
+def execute_reads(reads: Sequence[Read], advance: Callable[[int], None]) -> None:
+    """Execute all reads; ``advance`` is called with the useful bytes of each. The first error ends it."""
     scratch = Scratch()
 
-    def one(read: Read) -> None:
-        _run(read, scratch)
-        done(read.useful)
+    def execute(read: Read) -> None:
+        _execute(read, scratch)
+        advance(read.useful)
 
+    threads = max((read.source.settings.threads for read in reads), default=1)
     with ThreadPoolExecutor(threads, thread_name_prefix="namedshard-read") as pool:
-        futures = [pool.submit(one, read) for read in reads]
+        futures = [pool.submit(execute, read) for read in reads]
         finished, waiting = wait(futures, return_when=FIRST_EXCEPTION)
         for future in waiting:
             future.cancel()
@@ -196,7 +207,7 @@ def run(reads: Sequence[Read], threads: int, done: Callable[[int], None]) -> Non
         future.result()
 
 
-def within(habits: Habits, budget: int) -> Habits:
-    """The same habits with reads so small that the buffers of all threads stay within a budget."""
-    fitting = max(64 << 10, budget // (2 * habits.threads))
-    return dataclasses.replace(habits, read_bytes=min(habits.read_bytes, fitting))
+def limit_buffers(settings: ReadSettings, budget: int) -> ReadSettings:
+    """The settings with reads so small that the buffers of all threads stay within a budget."""
+    fitting = max(64 << 10, budget // (2 * settings.threads))
+    return dataclasses.replace(settings, read_bytes=min(settings.read_bytes, fitting))

@@ -13,15 +13,14 @@ from namedshard._place.gather import parse_bytes
 from namedshard._processes.agreement import agreed_rounds
 from namedshard._processes.coordination import Rounds, processes
 from namedshard._safetensors.agreed import shared_values
-from namedshard._safetensors.commit import PartialFile
-from namedshard._safetensors.destination import Destination
+from namedshard._safetensors.commit import Destination, PartialFile
 from namedshard._safetensors.folder import SUFFIX
 from namedshard._safetensors.names import Names
-from namedshard._safetensors.outgoing import Outgoing, outgoing
+from namedshard._safetensors.outgoing import File, Outgoing, resolve_outgoing
 from namedshard._safetensors.progress import Progress, reporting
-from namedshard._safetensors.remote import is_url
+from namedshard._safetensors.source import is_url
 from namedshard._safetensors.targets import DTypes
-from namedshard._safetensors.write import Failures, File, FileWriter
+from namedshard._safetensors.write import Failures, FileWriter
 
 Writer: TypeAlias = Literal["all", "main"]
 
@@ -29,7 +28,7 @@ VISIBLE_S = 5.0
 """How long a network file system may take to show one machine's file to another."""
 
 
-def _grouped(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
+def _group_by_file(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
     """Tensors per file, in order; a tensor that is larger than the limit has a file to itself."""
     groups: list[list[Outgoing]] = [[]]
     held = 0
@@ -86,8 +85,8 @@ def save_safetensors(
         metadata: Text to keep in each file's header; ``{"format": "pt"}``, which other readers want, is added.
         writer: ``"all"`` for each process to write some of the files, ``"main"`` for process 0 to write all.
         budget: Host memory, in bytes or as in ``"1GiB"``, for what is gathered and converted.
-        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is told the
-            bytes done and in all.
+        progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is called
+            with ``(bytes_done, bytes_total)``.
 
     Raises:
         ValueError: ``writer`` is neither, or a size is none.
@@ -110,9 +109,9 @@ def save_safetensors(
     limit, memory = parse_bytes(max_shard_size), parse_bytes(budget)
     me, count = processes()
     owners = owners_of(writer, count)
-    words = {"format": "pt", **checked_metadata(metadata)}
-    tensors = outgoing(tree, names, dtype)
-    groups = [tensors] if single else _grouped(tensors, limit)
+    header_metadata = {"format": "pt", **checked_metadata(metadata)}
+    tensors = resolve_outgoing(tree, names, dtype)
+    groups = [tensors] if single else _group_by_file(tensors, limit)
     total = sum(t.nbytes for t in tensors)
     # All that decides what is written where, and which exchanges of arrays that takes.
     note = f"{os.fspath(path)!r}, {max_shard_size=}, {metadata=}, {writer=}, {budget=}"
@@ -126,8 +125,8 @@ def save_safetensors(
         destination.names = failures.round({"names": destination.names}, exchanging=bool(shared))[0]["names"]
         files = [File(n, tuple(g), i % owners) for i, (n, g) in enumerate(zip(destination.names, groups, strict=True))]
         mine = sum(t.nbytes for file in files for t in file.tensors if file.owner == me)
-        with reporting(progress, mine, "saving") as tell:
-            writing = FileWriter(directory, me, words, memory, shared, failures, tell)
+        with reporting(progress, mine, "saving") as advance:
+            writing = FileWriter(directory, me, header_metadata, memory, shared, failures, advance)
             try:
                 written: list[dict[str, str]] = []
                 # A round for each file of each process, lest the others go on to the end when one has failed.

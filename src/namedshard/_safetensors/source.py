@@ -1,13 +1,22 @@
-"""EFFECTS. Where bytes come from: local files, or anything that fsspec can open."""
+"""EFFECTS. Where bytes come from: local files, or anything that fsspec can open.
+
+fsspec reaches HTTP, S3, Google Storage, the Hugging Face Hub and more.
+"""
 
 import os
 import stat
-from collections.abc import Callable
-from typing import Protocol, TypeAlias, runtime_checkable
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from namedshard._errors import CheckpointError, message
-from namedshard._safetensors.ranges import LOCAL, Habits
-from namedshard._safetensors.remote import RemoteFile, is_url
+from namedshard._safetensors.ranges import LOCAL, REMOTE, ReadSettings
+
+T = TypeVar("T")
+ATTEMPTS = 5
+FIRST_DELAY_S = 0.1
+_REFUSED = (400, 401, 403, 405)
+_FINAL = (PermissionError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
 
 
 @runtime_checkable
@@ -16,7 +25,7 @@ class Source(Protocol):
 
     name: str
     size: int
-    habits: Habits
+    settings: ReadSettings
 
     def read(self, start: int, into: memoryview) -> None:
         """Fill a buffer with the bytes from ``start`` on."""
@@ -43,7 +52,7 @@ def cut_off(name: str, start: int, wanted: int, got: int) -> CheckpointError:
 class LocalFile:
     """A file of this machine, read at offsets, without a file position that threads would share."""
 
-    habits = LOCAL
+    settings = LOCAL
 
     def __init__(self, path: str):
         self.name = path
@@ -73,6 +82,158 @@ class LocalFile:
         os.close(self._fd)
 
 
+def is_url(path: str) -> bool:
+    """True for what fsspec has to open: ``protocol://...``, also chained with ``::``."""
+    return "://" in path
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path within it.
+
+    Raises:
+        CheckpointError: fsspec, or the package that it needs for this protocol, is not installed; or there is no such
+            protocol.
+    """
+    try:
+        import fsspec.core
+    except ImportError as error:
+        raise CheckpointError(
+            message("reading from URLs needs fsspec, which is not installed", fix="pip install 'namedshard[remote]'")
+        ) from error
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(message(f"{url} cannot be opened: {error}")) from error
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status that a request failed with, which fsspec hides behind errors of its own."""
+    found = getattr(error, "status", None) or getattr(getattr(error, "__cause__", None), "status", None)
+    return found if isinstance(found, int) else None
+
+
+def _absent(error: Exception) -> bool:
+    """True if a file is known not to exist. fsspec raises the same error for an HTTP server that is overloaded."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    return error.__cause__ is None or _status(error) in (404, 410)
+
+
+def retrying(call: Callable[[], T], what: str) -> T:
+    """Call until it succeeds, with growing pauses, as long as a failure may pass.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointError: It failed too often, or for good.
+    """
+    delay = FIRST_DELAY_S
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return call()
+        except Exception as error:
+            if _absent(error):
+                raise FileNotFoundError(what) from error
+            status = _status(error)
+            if attempt == ATTEMPTS or isinstance(error, _FINAL) or status in _REFUSED:
+                tried = f" after {attempt} attempts" if attempt > 1 else ""
+                answer = f"HTTP status {status}" if status else f"{type(error).__name__}: {error}"
+                raise CheckpointError(message(f"{what} cannot be read{tried}: {answer.rstrip(': ')}")) from error
+        time.sleep(delay)
+        delay *= 2
+    raise AssertionError
+
+
+def _exists(url: str) -> bool:
+    fs, path = filesystem(url)
+    try:
+        return retrying(lambda: fs.info(path), url)["type"] == "file"
+    except FileNotFoundError:
+        return False
+
+
+def _listing(url: str) -> list[str]:
+    fs, path = filesystem(url)
+    try:
+        found = retrying(lambda: fs.ls(path, detail=False), url)
+    except (CheckpointError, FileNotFoundError):
+        return []
+    return sorted({str(name).rstrip("/").rpartition("/")[2] for name in found})
+
+
+def names_in(directory: str, likely: Sequence[str]) -> list[str]:
+    """The first of some likely files that is there, alone; else the names of all, if the file system can list them.
+
+    Not every server lists its files, but each can be asked for one. A store without permission to list answers 403 for
+    a file that does not exist.
+
+    Raises:
+        CheckpointError: That cannot be found out.
+    """
+    base = directory if directory.endswith("/") else directory + "/"
+    refused: CheckpointError | None = None
+    for name in likely:
+        try:
+            if _exists(base + name):
+                return [name]
+        except CheckpointError as error:
+            if _status(error.__cause__) != 403:
+                raise
+            refused = refused or error
+    names = _listing(directory)
+    if refused is not None and not names:
+        raise refused
+    return names
+
+
+class RemoteFile:
+    """A file that is read by range requests, each tried again when it fails."""
+
+    settings = REMOTE
+
+    def __init__(self, url: str):
+        self.name = url
+        self._fs, self._path = filesystem(url)
+        try:
+            info = retrying(lambda: self._fs.info(self._path), url)
+        except FileNotFoundError as error:
+            raise CheckpointError(message(f"{url} cannot be opened: no such file")) from error
+        if info["type"] != "file":
+            raise CheckpointError(message(f"{url} is a directory, where a file is expected"))
+        if info.get("size") is None:
+            raise CheckpointError(
+                message(f"{url}: the server does not tell the file's size", fix="download the file and load it locally")
+            )
+        self.size = int(info["size"])
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill a buffer with the bytes from ``start`` on."""
+        if not len(into):
+            return
+        where = f"{self.name} (bytes {start} to {start + len(into)})"
+
+        def fetch() -> bytes:
+            data = self._fs.cat_file(self._path, start=start, end=start + len(into))
+            if len(data) < len(into):
+                raise OSError(f"{len(into)} bytes were asked for, {len(data)} came")
+            return data
+
+        try:
+            data = retrying(fetch, where)
+        except FileNotFoundError as error:
+            raise CheckpointError(message(f"{where} cannot be read: the file is gone")) from error
+        if len(data) > len(into):
+            raise CheckpointError(
+                message(
+                    f"{self.name}: the server ignores byte ranges: asked for {len(into)} bytes, it sent {len(data)}",
+                    fix="download the file and load it locally",
+                )
+            )
+        into[:] = data
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
 def open_source(name: str) -> Source:
     """Open a path or URL.
 
@@ -82,7 +243,7 @@ def open_source(name: str) -> Source:
     return RemoteFile(name) if is_url(name) else LocalFile(name)
 
 
-class Files:
+class OpenFiles:
     """Files that stay open together, so that what was checked is what is read, whatever takes their names meanwhile."""
 
     def __init__(self, opener: Opener = open_source):
@@ -95,7 +256,7 @@ class Files:
             self._open[name] = self._opener(name)
         return self._open[name]
 
-    def __enter__(self) -> "Files":
+    def __enter__(self) -> "OpenFiles":
         return self
 
     def __exit__(self, *_: object) -> None:

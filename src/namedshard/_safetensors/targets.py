@@ -1,8 +1,8 @@
-"""What each leaf is to become and which tensors it comes from: everything that can be wrong, found before any read."""
+"""Matches a tree with a checkpoint: each leaf's sharding, dtype and tensors, with all errors before the first read."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_m
 from namedshard._plan.mesh import MeshLike, describe, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
 from namedshard._safetensors.header import CODES, PACKED_BITS, TensorInfo
-from namedshard._safetensors.layout import Part, covered
-from namedshard._safetensors.names import Names, Tensor, tensors_of
+from namedshard._safetensors.layout import Part
+from namedshard._safetensors.names import Names, Tensor, hold_leaf, tensors_by_leaf, tensors_of
+from namedshard._safetensors.progress import Progress
 from namedshard._types import PyTreeDef
 
 Missing: TypeAlias = Literal["error", "keep"]
@@ -40,9 +41,31 @@ DTypes: TypeAlias = Any
 """A dtype, leaf path → dtype, or a function of leaf path and the file's dtype."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The keyword arguments of `load_safetensors`, which documents them."""
+
+    mapping: MappingLike | None = None
+    mesh: MeshLike | None = None
+    names: Names | None = None
+    dtype: DTypes = None
+    memory_kind: str | None = None
+    indivisible: Policy | None = None
+    missing: Missing = "error"
+    unexpected: Unexpected = "warn"
+    narrow: Narrow = "error"
+    budget: int | str = "1GiB"
+    progress: Progress = None
+
+    def __post_init__(self) -> None:
+        check_one_of("missing", self.missing, get_args(Missing))
+        check_one_of("unexpected", self.unexpected, get_args(Unexpected))
+        check_one_of("narrow", self.narrow, get_args(Narrow))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Where some of a leaf's elements are: a part of a tensor."""
+    """The part of a stored tensor that some of a leaf's elements come from."""
 
     name: str
     info: TensorInfo
@@ -52,7 +75,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """What one leaf is to become.
+    """A leaf to load: its array's type and sharding, and the tensors it comes from.
 
     ``sharding`` is None for the default device, uncommitted. ``check`` says that values must fit the dtype.
     """
@@ -66,18 +89,26 @@ class Target:
     check: bool
 
 
-def shardings_of(
-    leaves: Sequence[Leaf],
-    treedef: PyTreeDef,
-    mapping: MappingLike | None,
-    mesh: MeshLike | None,
-    memory_kind: str | None,
-    indivisible: Policy | None,
-) -> list[Sharding | None]:
-    """Where each leaf goes: as planned, else as an abstract leaf says, else by best effort (None: default device)."""
-    found, where = resolve_mapping(mapping), resolve_mesh(mesh)
-    carried = any(leaf.own is not None for leaf in leaves)
-    if where is None and (found is not None or carried):
+def resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: LoadOptions) -> list[Sharding | None]:
+    """Each leaf's sharding: as planned, else an abstract leaf's own, else by best effort (None: the default device)."""
+    mapping = resolve_mapping(options.mapping)
+    # Without a mapping, only leaves that carry their own are planned.
+    planned = [mapping is not None or leaf.own is not None for leaf in leaves]
+    mesh = _resolve_concrete_mesh(options.mesh, needed=mapping is not None or any(planned))
+    kind = options.memory_kind
+    if mesh is not None and kind is not None:
+        check_memory_kind(mesh, kind)
+    shardings: list[Sharding | None] = [None] * len(leaves)
+    if mesh is not None and any(planned):
+        policy = with_policy(mapping or AxisMapping(), options.indivisible)
+        plan = plan_leaves(leaves, treedef, policy, mesh, memory_kind=kind, manual=frozenset())
+        shardings = [plan.sharding_of(p) if here else None for here, p in zip(planned, plan.leaves, strict=True)]
+    return [s or _unplanned_sharding(leaf.value, mesh, kind) for leaf, s in zip(leaves, shardings, strict=True)]
+
+
+def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | None:
+    mesh = resolve_mesh(given)
+    if mesh is None and needed:
         raise NoMeshError(
             message(
                 "load_safetensors: there is an axis mapping, but no mesh was given and none is in force"
@@ -85,37 +116,25 @@ def shardings_of(
                 fix="pass mesh=, or enter jax.set_mesh",
             )
         )
-    if isinstance(where, AbstractMesh):
+    if isinstance(mesh, AbstractMesh):
         raise NoMeshError(
             message(
-                f"load_safetensors: the mesh ({describe(where)}) is abstract and has no devices",
+                f"load_safetensors: the mesh ({describe(mesh)}) is abstract and has no devices",
                 fix="pass a jax.sharding.Mesh",
             )
         )
-    if where is not None and memory_kind is not None:
-        check_memory_kind(where, memory_kind)
-    planned: list[Sharding | None] = [None] * len(leaves)
-    if where is not None and (found is not None or carried):
-        chosen = with_policy(found or AxisMapping(), indivisible)
-        plan = plan_leaves(leaves, treedef, chosen, where, memory_kind=memory_kind, manual=frozenset())
-        planned = [
-            plan.sharding_of(p) if found is not None or leaf.own is not None else None
-            for leaf, p in zip(leaves, plan.leaves, strict=True)
-        ]
-    return [p or _unplanned(leaf.value, where, memory_kind) for leaf, p in zip(leaves, planned, strict=True)]
+    return mesh
 
 
-def _unplanned(value: Any, mesh: Mesh | None, memory_kind: str | None) -> Sharding | None:
+def _unplanned_sharding(value: Any, mesh: Mesh | None, memory_kind: str | None) -> Sharding | None:
     if not is_array_like(value):
         return None
-    own = getattr(value, "sharding", None)
-    # Under a mesh, JAX itself makes arrays replicated; only of an abstract leaf is the sharding somebody's choice.
-    chosen = isinstance(value, jax.ShapeDtypeStruct) or (mesh is None and getattr(value, "committed", False))
-    if chosen and isinstance(own, Sharding) and not isinstance(getattr(own, "mesh", None), AbstractMesh):
-        if memory_kind is None:
-            return own
+    own = _chosen_sharding(value, mesh)
+    if own is not None and memory_kind is not None:
         check_memory_of(sorted(own.addressable_devices, key=lambda d: d.id), memory_kind)
         return own.with_memory_kind(memory_kind)
+    if own is not None:
+        return own
     if mesh is not None:
         return NamedSharding(mesh, best_effort_spec(tuple(value.shape), mesh), memory_kind=memory_kind)
     if memory_kind is None:
@@ -126,23 +145,20 @@ def _unplanned(value: Any, mesh: Mesh | None, memory_kind: str | None) -> Shardi
     return SingleDeviceSharding(local, memory_kind=memory_kind)
 
 
+def _chosen_sharding(value: Any, mesh: Mesh | None) -> Sharding | None:
+    """The sharding that a leaf already has, if somebody chose it and it has devices."""
+    own = getattr(value, "sharding", None)
+    # Under a mesh, JAX itself makes arrays replicated; only of an abstract leaf is the sharding somebody's choice.
+    chosen = isinstance(value, jax.ShapeDtypeStruct) or (mesh is None and getattr(value, "committed", False))
+    concrete = isinstance(own, Sharding) and not isinstance(getattr(own, "mesh", None), AbstractMesh)
+    return own if chosen and concrete else None
+
+
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
-def _kind(dtype: Any) -> Any:
+def _kind(dtype: Any) -> type[np.generic] | None:
     return next((kind for kind in _KINDS if jnp.issubdtype(dtype, kind)), None)
-
-
-def _asked(dtypes: DTypes, path: str, have: np.dtype[Any]) -> tuple[Any, bool]:
-    """The dtype asked for, and whether for this very leaf."""
-    if dtypes is None:
-        return None, False
-    if isinstance(dtypes, Mapping):
-        return dtypes.get(path), True
-    if callable(dtypes) and not isinstance(dtypes, type) and not hasattr(dtypes, "dtype"):
-        return dtypes(path, have), True
-    one: Any = dtypes
-    return np.dtype(one), False
 
 
 def _check_paths(dtypes: DTypes, paths: Sequence[str]) -> None:
@@ -157,32 +173,51 @@ def _check_paths(dtypes: DTypes, paths: Sequence[str]) -> None:
         )
 
 
-def asked_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[Any] | None:
-    """The dtype that is asked for a leaf, or None: one dtype for all is meant for those of its kind."""
-    wish, for_this = _asked(dtypes, path, have)
-    if wish is None or (not for_this and _kind(wish) is not _kind(have)):
+def requested_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The dtype requested for a leaf, or None: a dtype for all leaves applies to those of its kind."""
+    requested: Any = dtypes
+    if isinstance(dtypes, Mapping):
+        requested = cast("Mapping[str, Any]", dtypes).get(path)
+    elif callable(dtypes) and not isinstance(dtypes, type) and not hasattr(dtypes, "dtype"):
+        requested = dtypes(path, have)
+    elif dtypes is not None and _kind(np.dtype(requested)) is not _kind(have):
         return None
-    return np.dtype(wish)
+    return None if requested is None else np.dtype(requested)
 
 
-def _dtype_of(leaf: Leaf, have: np.dtype[Any], dtypes: DTypes, narrow: Narrow) -> tuple[np.dtype[Any], bool, str]:
-    """The leaf's dtype, whether its values have to be checked, and what is wrong with it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Conversion:
+    """From a tensor's dtype to a leaf's: whether values must be checked to fit, and why it is refused (else "")."""
+
+    dtype: np.dtype[Any]
+    check: bool
+    refusal: str = ""
+
+
+def _resolve_conversion(leaf: Leaf, have: np.dtype[Any], options: LoadOptions) -> _Conversion:
     if jnp.issubdtype(leaf.value.dtype, jax.dtypes.extended):
-        return have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data"
-    wish = asked_dtype(dtypes, leaf.path, have)
-    wanted = jax.dtypes.canonicalize_dtype(leaf.value.dtype if wish is None else wish)
+        return _Conversion(have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data")
+    requested = requested_dtype(options.dtype, leaf.path, have)
+    wanted = jax.dtypes.canonicalize_dtype(leaf.value.dtype if requested is None else requested)
     if CODES[have] in PACKED_BITS:
-        return wanted, False, f"{CODES[have]} is packed and cannot be loaded"
-    if _kind(have) is not _kind(wanted):
-        bad = "" if wish is not None else f"{have} is not the kind of number that {wanted} is"
-        return wanted, jnp.issubdtype(wanted, np.integer), bad
-    allowed = wish is not None or narrow == "fit"
+        return _Conversion(wanted, False, f"{CODES[have]} is packed and cannot be loaded")
+    if _kind(have) is _kind(wanted):
+        return _resolve_narrowing(have, wanted, requested is not None, options.narrow)
+    refusal = "" if requested is not None else f"{have} is not the kind of number that {wanted} is"
+    return _Conversion(wanted, jnp.issubdtype(wanted, np.integer), refusal)
+
+
+def _resolve_narrowing(have: np.dtype[Any], wanted: np.dtype[Any], requested: bool, narrow: Narrow) -> _Conversion:
+    """A conversion between dtypes of one kind."""
     if _kind(have) is np.integer:
-        small = may_lose(have, wanted)
-        return wanted, small, "" if allowed or not small else f"{have} values may not fit {wanted}"
-    narrowed = jax.dtypes.canonicalize_dtype(have) != have and wanted != have
-    bad = "" if allowed or not narrowed else f"{have} would be rounded to {wanted}"
-    return wanted, narrowed and wish is None, bad
+        lossy, refusal = may_lose(have, wanted), f"{have} values may not fit {wanted}"
+        check = lossy
+    else:
+        lossy = jax.dtypes.canonicalize_dtype(have) != have and wanted != have
+        refusal = f"{have} would be rounded to {wanted}"
+        # Rounding to a dtype that was asked for is no error, even to infinity.
+        check = lossy and not requested
+    return _Conversion(wanted, check, refusal if lossy and not requested and narrow != "fit" else "")
 
 
 def may_lose(have: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
@@ -191,88 +226,38 @@ def may_lose(have: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return int(a.min) < int(b.min) or int(a.max) > int(b.max)
 
 
-def _match(
-    leaf: Leaf, stored: Sequence[Tensor], found: Mapping[str, TensorInfo], spare: Sequence[str], missing: Missing
-) -> tuple[list[Origin] | None, list[str]]:
-    """Where a leaf's elements are (None: nowhere, and it is to be kept), and what is wrong."""
+def _find_mismatches(
+    leaf: Leaf, tensors: Sequence[Tensor], found: Mapping[str, TensorInfo], spare: Sequence[str], note: str
+) -> list[str]:
+    """What keeps a leaf from being loaded: tensors that are absent or of another shape, elements in no tensor."""
     where = at(leaf.path)
-    absent = [t.name for t in stored if t.name not in found]
-    why = ""
-    if missing == "keep" and len(absent) == len(stored):
-        if not isinstance(leaf.value, jax.ShapeDtypeStruct):
-            return None, []
-        why = ", and the leaf is abstract: there is nothing to keep"
-    lines = [f"{where}: no tensor {name!r}{did_you_mean(name, spare)}{why}" for name in absent]
-    if not covered([part for t in stored for path, part in t.parts if path == leaf.path], leaf.value.shape):
-        lines.append(f"{where}: its module's state dict does not hold it{why}")
-    origins: list[Origin] = []
-    for tensor in stored:
+    absent = [tensor.name for tensor in tensors if tensor.name not in found]
+    lines = [f"{where}: no tensor {name!r}{did_you_mean(name, spare)}{note}" for name in absent]
+    if not hold_leaf(tensors, leaf.path, leaf.value.shape):
+        lines.append(f"{where}: its module's state dict does not hold it{note}")
+    for tensor in tensors:
         info = found.get(tensor.name)
-        if info is None:
-            continue
-        if info.shape != tensor.shape:
-            lines.append(
-                f"{where}: tensor {tensor.name!r} has shape {_dims(info.shape)}, but {_dims(tensor.shape)} is needed"
-            )
-        parts = (part for path, part in tensor.parts if path == leaf.path)
-        origins += (Origin(tensor.name, info, part, tensor.scale) for part in parts)
-    return origins, lines
+        if info is not None and info.shape != tensor.shape:
+            have, need = _dims(info.shape), _dims(tensor.shape)
+            lines.append(f"{where}: tensor {tensor.name!r} has shape {have}, but {need} is needed")
+    return lines
 
 
 def _dims(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def targets_of(
-    like: PyTree,
-    found: Mapping[str, TensorInfo],
-    *,
-    path: str,
-    mapping: MappingLike | None,
-    mesh: MeshLike | None,
-    names: Names | None,
-    dtype: DTypes,
-    memory_kind: str | None,
-    indivisible: Policy | None,
-    missing: Missing,
-    unexpected: Unexpected,
-    narrow: Narrow,
-) -> list[Target]:
-    """Match a tree with a checkpoint; see `load_safetensors`."""
+def resolve_targets(like: PyTree, found: Mapping[str, TensorInfo], path: str, options: LoadOptions) -> list[Target]:
+    """Match a tree with the tensors found at a path; see `load_safetensors`."""
     leaves = named_leaves(like)
-    treedef = jax.tree_util.tree_structure(like)
-    wanted = [leaf for leaf in leaves if is_array_like(leaf.value)]
-    check_one_of("missing", missing, get_args(Missing))
-    check_one_of("unexpected", unexpected, get_args(Unexpected))
-    check_one_of("narrow", narrow, get_args(Narrow))
-    _check_paths(dtype, [leaf.path for leaf in wanted])
-    shardings = shardings_of(leaves, treedef, mapping, mesh, memory_kind, indivisible)
-    tensors = tensors_of(like, names)
+    arrays = [leaf for leaf in leaves if is_array_like(leaf.value)]
+    _check_paths(options.dtype, [leaf.path for leaf in arrays])
+    shardings = resolve_shardings(leaves, jax.tree_util.tree_structure(like), options)
+    tensors = tensors_of(like, options.names)
     used = {tensor.name for tensor in tensors}
     spare = [name for name in found if name not in used]
-    stored: dict[str, list[Tensor]] = {leaf.path: [] for leaf in wanted}
-    for tensor in tensors:
-        for leaf_path in dict.fromkeys(p for p, _ in tensor.parts):
-            stored[leaf_path].append(tensor)
-    lines: list[str] = []
-    origins: dict[str, list[Origin]] = {}
-    for leaf in wanted:
-        mine, wrong = _match(leaf, stored[leaf.path], found, spare, missing)
-        lines += wrong
-        if mine is not None:
-            origins[leaf.path] = mine
-    if unexpected == "error":
-        lines += [f"tensor {name!r} is for no leaf" for name in spare]
-    if lines:
-        raise MissingTensorError(
-            message(
-                f"{path} and the tree do not go together: {len(found)} tensors, {len(wanted)} leaves",
-                lines,
-                fix="correct names= (leaf path to tensor name), or the tree's shapes"
-                + ("" if missing == "keep" else ', or pass missing="keep" for leaves to be left as they are'),
-            )
-        )
-    if unexpected == "warn" and spare:
+    origins = _match(arrays, tensors, found, spare, path, options)
+    if options.unexpected == "warn" and spare:
         warn_user(
             message(
                 f"{path}: {len(spare)} of {len(found)} tensors are for no leaf of the tree",
@@ -280,38 +265,73 @@ def targets_of(
                 fix='pass unexpected="ignore" if that is meant',
             )
         )
-    return _with_dtypes(leaves, shardings, origins, dtype, narrow)
+    return _convert(leaves, shardings, origins, options)
 
 
-def _with_dtypes(
+def _match(
+    arrays: Sequence[Leaf],
+    tensors: Sequence[Tensor],
+    found: Mapping[str, TensorInfo],
+    spare: Sequence[str],
+    path: str,
+    options: LoadOptions,
+) -> dict[str, list[Origin]]:
+    """Where each leaf's elements are, by leaf path; leaves that ``missing="keep"`` leaves as they are have no entry."""
+    by_leaf = tensors_by_leaf(tensors)
+    lines: list[str] = []
+    origins: dict[str, list[Origin]] = {}
+    for leaf in arrays:
+        mine = by_leaf.get(leaf.path, [])
+        present = [tensor for tensor in mine if tensor.name in found]
+        keep = options.missing == "keep" and not present
+        if keep and not isinstance(leaf.value, jax.ShapeDtypeStruct):
+            continue
+        note = ", and the leaf is abstract: there is nothing to keep" if keep else ""
+        lines += _find_mismatches(leaf, mine, found, spare, note)
+        origins[leaf.path] = _origins_of(leaf.path, present, found)
+    if options.unexpected == "error":
+        lines += [f"tensor {name!r} is for no leaf" for name in spare]
+    if lines:
+        or_keep = "" if options.missing == "keep" else ', or pass missing="keep" for leaves to be left as they are'
+        raise MissingTensorError(
+            message(
+                f"{path} and the tree do not go together: {len(found)} tensors, {len(arrays)} leaves",
+                lines,
+                fix="correct names= (leaf path to tensor name), or the tree's shapes" + or_keep,
+            )
+        )
+    return origins
+
+
+def _origins_of(path: str, tensors: Sequence[Tensor], found: Mapping[str, TensorInfo]) -> list[Origin]:
+    return [Origin(t.name, found[t.name], part, t.scale) for t in tensors for part in t.parts_of(path)]
+
+
+def _convert(
     leaves: Sequence[Leaf],
     shardings: Sequence[Sharding | None],
     origins: Mapping[str, list[Origin]],
-    dtypes: DTypes,
-    narrow: Narrow,
+    options: LoadOptions,
 ) -> list[Target]:
+    """The targets, once each leaf's dtype is known."""
     out: list[Target] = []
     lines: list[str] = []
-    total = 0
     for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if not is_array_like(leaf.value) or leaf.path not in origins:
             continue
-        total += 1
         mine = origins[leaf.path]
-        resolved = {o.info.dtype: _dtype_of(leaf, o.info.dtype, dtypes, narrow) for o in mine}
-        bad = [
-            f"{at(leaf.path)}: tensor {o.name!r}: {resolved[o.info.dtype][2]}"
-            for o in mine
-            if resolved[o.info.dtype][2]
-        ]
-        lines += bad
-        final = next(iter(resolved.values()))[0] if resolved else jax.dtypes.canonicalize_dtype(leaf.value.dtype)
-        check = any(checked for _, checked, _ in resolved.values())
-        out.append(Target(i, leaf.path, tuple(leaf.value.shape), final, sharding, tuple(mine), check))
+        resolved = {origin.info.dtype: _resolve_conversion(leaf, origin.info.dtype, options) for origin in mine}
+        for origin in mine:
+            if refusal := resolved[origin.info.dtype].refusal:
+                lines.append(f"{at(leaf.path)}: tensor {origin.name!r}: {refusal}")
+        # A leaf without elements may have no origin.
+        dtype = next(iter(resolved.values())).dtype if mine else jax.dtypes.canonicalize_dtype(leaf.value.dtype)
+        check = any(c.check for c in resolved.values())
+        out.append(Target(i, leaf.path, tuple(leaf.value.shape), dtype, sharding, tuple(mine), check))
     if lines:
         raise NarrowingError(
             message(
-                f"{count_of(len(lines), total)} cannot take the checkpoint's dtypes",
+                f"{count_of(len(lines), len(out))} cannot take the checkpoint's dtypes",
                 lines,
                 fix='say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types',
             )

@@ -1,4 +1,4 @@
-"""EFFECTS. One process's part in writing the files of a checkpoint, each of them beside its name."""
+"""EFFECTS. Writes this process's files of a checkpoint, under other names until all are written."""
 
 import concurrent.futures
 import contextlib
@@ -6,14 +6,17 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes, message
+from namedshard._place import boxes, exchange, moves
+from namedshard._place import transfer as collective
 from namedshard._processes.coordination import (
     ProcessFailed,
     Rounds,
@@ -24,22 +27,10 @@ from namedshard._processes.coordination import (
 )
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
-from namedshard._safetensors.layout import leaf_bounds
-from namedshard._safetensors.outgoing import Outgoing
-from namedshard._safetensors.pull import Pieces, gathered, pieces_of
-from namedshard._safetensors.ranges import LOCAL, Chunk, chunks, run_offsets
-from namedshard._safetensors.reader import scaled, within
-
-Tell = Callable[[int], None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class File:
-    """One file to write: its name, tensors and owner."""
-
-    name: str
-    tensors: tuple[Outgoing, ...]
-    owner: int
+from namedshard._safetensors.layout import Bounds, Part, boxes_in, leaf_bounds, leaf_view, overlap
+from namedshard._safetensors.outgoing import File, Outgoing
+from namedshard._safetensors.ranges import LOCAL, Chunk, plan_chunks, run_offsets
+from namedshard._safetensors.reader import limit_buffers, scaled
 
 
 class Failures:
@@ -136,12 +127,66 @@ class Failures:
         return "; it has replaced what was there before" if self.placed else "; what was there before is untouched"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostShards:
+    """A leaf, or some of it, as shards that this process can read: bounds in the leaf, and data."""
+
+    dtype: np.dtype[Any]
+    shards: Sequence[tuple[Bounds, Any]]
+
+    def read(self, part: Part, box: Bounds) -> np.ndarray:
+        """The elements of a box of a part, in its atoms' order; a view of a shard that has them all."""
+        out: np.ndarray | None = None
+        for bounds, data in self.shards:
+            for held in boxes_in(part, bounds):
+                shared = overlap(held, box)
+                if shared is None:
+                    continue
+                view = _read_box(part, shared, bounds, data)
+                if shared == box:
+                    return view
+                if out is None:
+                    out = np.empty([hi - lo for lo, hi in box], self.dtype)
+                out[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(shared, box, strict=True))] = view
+        assert out is not None
+        return out
+
+
+def _read_box(part: Part, box: Bounds, bounds: Bounds, data: Any) -> np.ndarray:
+    """A box of a part from a shard that has all of it."""
+    region = leaf_bounds(part, box)
+    within = tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(region, bounds, strict=True))
+    return leaf_view(part, box, moves.host_piece(data, within), [lo for lo, _ in region])
+
+
+def distinct_shards(value: Any) -> HostShards:
+    """The shards of a leaf that this process has, each distinct one once."""
+    if not isinstance(value, jax.Array):
+        array = np.asarray(value)
+        return HostShards(array.dtype, [(tuple((0, n) for n in array.shape), array)])
+    found: dict[Bounds, Any] = {}
+    for shard in value.addressable_shards:
+        found.setdefault(boxes.bounds_of(shard.index, value.shape), shard.data)
+    return HostShards(value.dtype, list(found.items()))
+
+
+def gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> HostShards | None:
+    """A region of a shared array on one process; None on the others. A collective."""
+    device = next(d for d in jax.devices() if d.process_index == owner)
+    target = exchange.layout({device: region}, value.ndim)
+    buffers: dict[tuple[int, Bounds], np.ndarray] = {}
+    if owner == jax.process_index():
+        buffers[0, region] = np.empty([hi - lo for lo, hi in region], value.dtype)
+    collective.exchange([value], [target], buffers, budget)
+    return HostShards(value.dtype, [(region, buffer) for (_, region), buffer in buffers.items()]) if buffers else None
+
+
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
-    """Numbers become whole ones of a smaller type if each of them fits, or not at all."""
+    """Raise if a value does not fit the tensor's integer dtype."""
     info = ml_dtypes.iinfo(tensor.dtype)
     exact: Any = int if jnp.issubdtype(data.dtype, np.integer) else float
     least, most = exact(data.min()), exact(data.max())
-    # Not "outside of": a value that is no number compares with none.
+    # Not "outside of": NaN compares with nothing.
     if info.min <= least and most <= info.max:
         return
     values = f"values from {least} to {most} do" if least < most else f"value {least} does"
@@ -173,7 +218,7 @@ class FileWriter:
         budget: Bytes of host memory for what is gathered and converted.
         shared: Ids of the values that it takes all processes to get at.
         failures: What goes wrong here, which ends the writing, but not this process's part in exchanges of arrays.
-        tell: Is told of bytes that are written.
+        advance: Called with the bytes that were written, for the progress.
     """
 
     def __init__(
@@ -184,7 +229,7 @@ class FileWriter:
         budget: int,
         shared: frozenset[int],
         failures: Failures,
-        tell: Tell,
+        advance: Callable[[int], None],
     ) -> None:
         self.partials: list[PartialFile] = []
         self._directory = directory
@@ -193,7 +238,7 @@ class FileWriter:
         self._budget = budget
         self._shared = shared
         self._failures = failures
-        self._tell = tell
+        self._advance = advance
 
     def write(self, file: File) -> None:
         """Write one file beside its name, on its owner; the other processes take part in gathering. Raises nothing."""
@@ -223,23 +268,26 @@ class FileWriter:
         return any(id(value) in self._shared for tensor in file.tensors for value, _ in tensor.parts)
 
     def _write_tensors(self, file: File, partial: PartialFile | None, at: int) -> None:
-        habits = within(LOCAL, self._budget // 2)
-        gathering = dataclasses.replace(habits, read_bytes=max(1 << 16, min(64 << 20, self._budget // 4)))
-        with concurrent.futures.ThreadPoolExecutor(habits.threads, thread_name_prefix="namedshard-write") as pool:
+        settings = limit_buffers(LOCAL, self._budget // 2)
+        gathering = dataclasses.replace(settings, read_bytes=max(1 << 16, min(64 << 20, self._budget // 4)))
+        with concurrent.futures.ThreadPoolExecutor(settings.threads, thread_name_prefix="namedshard-write") as pool:
             for tensor in file.tensors:
-                for i, (value, part) in enumerate(tensor.parts):
+                for value, part in tensor.parts:
                     together = id(value) in self._shared
-                    found = chunks(part, [part.whole], tensor.dtype.itemsize, at, gathering if together else habits)
-                    write = functools.partial(self._write_chunks, pool, partial, tensor, i)
+                    found = plan_chunks(
+                        part, [part.whole], tensor.dtype.itemsize, at, gathering if together else settings
+                    )
+                    write = functools.partial(self._write_chunks, pool, partial, tensor, part)
+                    # What all processes share is gathered chunk by chunk, on all of them in the same order.
                     if not together:
-                        write(lambda value=value: pieces_of(value), found)
+                        write(lambda value=value: distinct_shards(value), found)
                         continue
                     for chunk in found:
                         if self._failures.broken:
                             return
-                        pieces = gathered(value, leaf_bounds(part, chunk.box), file.owner, self._budget // 4)
-                        if pieces is not None:
-                            write(lambda pieces=pieces: pieces, [chunk])
+                        gathered = gather_region(value, leaf_bounds(part, chunk.box), file.owner, self._budget // 4)
+                        if gathered is not None:
+                            write(lambda gathered=gathered: gathered, [chunk])
                 at += tensor.nbytes
 
     def _write_chunks(
@@ -247,29 +295,28 @@ class FileWriter:
         pool: concurrent.futures.Executor,
         partial: PartialFile | None,
         tensor: Outgoing,
-        index: int,
-        pieces: Callable[[], Pieces],
+        part: Part,
+        shards: Callable[[], HostShards],
         found: Iterable[Chunk],
     ) -> None:
         if partial is None or self._failures:
             return
         with self._failures.caught():
-            data = pieces()
-            pending = [pool.submit(self._write_chunk, partial, tensor, data, index, chunk) for chunk in found]
+            held = shards()
+            pending = [pool.submit(self._write_chunk, partial, tensor, part, held, chunk) for chunk in found]
             for future in pending:
                 with self._failures.caught(of_writing=True):
                     count = future.result()
                 if self._failures:
                     return
                 # Whatever it raises is the caller's own, also where it looks like a file's.
-                self._tell(count)
+                self._advance(count)
 
-    def _write_chunk(self, file: PartialFile, tensor: Outgoing, pieces: Pieces, index: int, chunk: Chunk) -> int:
+    def _write_chunk(self, file: PartialFile, tensor: Outgoing, part: Part, shards: HostShards, chunk: Chunk) -> int:
         if self._failures:
             return 0
-        part = tensor.parts[index][1]
-        flat = _as_stored(tensor, pieces.read(part, chunk.box)).reshape(-1).view(np.uint8)
-        lines = memoryview(flat)
+        flat = _as_stored(tensor, shards.read(part, chunk.box)).reshape(-1).view(np.uint8)
+        data = memoryview(flat)
         for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):
-            file.write(offset, lines[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
+            file.write(offset, data[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
         return flat.nbytes
