@@ -14,7 +14,10 @@ MAX_LISTED = 50
 
 
 class NamedShardError(Exception):
-    """Base of every error raised by namedshard."""
+    """Base of every error raised by namedshard. Its arguments are those of `message`."""
+
+    def __init__(self, headline: str, lines: Iterable[str] = (), fix: str | None = None):
+        super().__init__(message(headline, lines, fix))
 
 
 class PlanError(NamedShardError, ValueError):
@@ -136,7 +139,7 @@ def count_of(bad: int, total: int) -> str:
 
 
 def message(headline: str, lines: Iterable[str] = (), fix: str | None = None) -> str:
-    """The one layout of every message: headline, indented lines, fix."""
+    """The layout of every message: headline, indented lines, fix."""
     listed = list(lines)
     shown = listed[:MAX_LISTED]
     if len(listed) > len(shown):

@@ -225,10 +225,8 @@ def _mapping_and_mesh(
     if where is None and (found is not None or memory_kind is not None):
         have = "an axis mapping" if found is not None else "a memory kind"
         raise NoMeshError(
-            message(
-                f"{what}: there is {have}, but no mesh was given and none is in force" + thread_hint(),
-                fix="pass mesh=, or enter jax.set_mesh",
-            )
+            f"{what}: there is {have}, but no mesh was given and none is in force" + thread_hint(),
+            fix="pass mesh=, or enter jax.set_mesh",
         )
     return found, where
 
@@ -377,7 +375,7 @@ def lower_init(
     found, where = _mapping_and_mesh("lower_init", request, mapping, mesh, memory_kind)
     if isinstance(where, AbstractMesh):
         fix = "pass a jax.sharding.Mesh; init itself plans for an AbstractMesh"
-        raise NoMeshError(message("lower_init: an AbstractMesh has no devices to compile for", fix=fix))
+        raise NoMeshError("lower_init: an AbstractMesh has no devices to compile for", fix=fix)
     if where is not None and memory_kind is not None:
         check_memory_kind(where, memory_kind)
     return LoweredInit(request, make_recipe(request, found, where, memory_kind))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DonationError, did_you_mean, message
+from namedshard._errors import DonationError, did_you_mean
 from namedshard._jit.arguments import parameters_of
 from namedshard._jit.program import Output
 from namedshard._types import Tracer
@@ -36,12 +36,10 @@ def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any
     unknown = [key for key in specs if key not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [p.kind for p in parameters]:
         raise DonationError(
-            message(
-                f"{name}: donate_kwargs names {'an argument' if len(unknown) == 1 else 'arguments'} that the function"
-                " does not have",
-                [f"{key!r}{did_you_mean(key, list(known))}" for key in unknown],
-                fix=f"the arguments with names are {', '.join(known) or 'none'}",
-            )
+            f"{name}: donate_kwargs names {'an argument' if len(unknown) == 1 else 'arguments'} that the function"
+            " does not have",
+            [f"{key!r}{did_you_mean(key, list(known))}" for key in unknown],
+            fix=f"the arguments with names are {', '.join(known) or 'none'}",
         )
     return {known[key]: spec for key, spec in specs.items() if known.get(key, count) < count}
 
@@ -63,11 +61,8 @@ def donation_mask(
     by_position = [donate_args] * len(args) if isinstance(donate_args, bool) else list(donate_args or ())
     if len(by_position) > len(args):
         raise DonationError(
-            message(
-                f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional"
-                " arguments",
-                fix="give one entry per positional argument, and use donate_kwargs for keyword arguments",
-            )
+            f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional arguments",
+            fix="give one entry per positional argument, and use donate_kwargs for keyword arguments",
         )
     by_position += [False] * (len(args) - len(by_position))
     by_name = dict.fromkeys(kwargs, donate_kwargs) if isinstance(donate_kwargs, bool) else dict(donate_kwargs or {})
@@ -81,11 +76,9 @@ def donation_mask(
             mask += _leaf_mask(spec, value)
         except ValueError as error:
             raise DonationError(
-                message(
-                    f"{name}: a donation spec does not match the structure of its argument",
-                    str(error).splitlines()[:1],
-                    fix="give True, False, a function of a leaf, or a tree of these that is a prefix of the argument",
-                )
+                f"{name}: a donation spec does not match the structure of its argument",
+                str(error).splitlines()[:1],
+                fix="give True, False, a function of a leaf, or a tree of these that is a prefix of the argument",
             ) from error
     return mask
 
@@ -108,11 +101,9 @@ def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths:
     if lines:
         noun = "donated array is" if len(lines) == 1 else "donated arrays are"
         raise DonationError(
-            message(
-                f"{name}: {len(lines)} {noun} passed more than once",
-                lines,
-                fix="pass a copy (jnp.copy), or do not donate it",
-            )
+            f"{name}: {len(lines)} {noun} passed more than once",
+            lines,
+            fix="pass a copy (jnp.copy), or do not donate it",
         )
 
 
@@ -127,11 +118,9 @@ def check_not_deleted(name: str, arrays: Sequence[Any], concrete: Sequence[int],
     if gone:
         noun = "argument leaf was" if len(gone) == 1 else "argument leaves were"
         raise DonationError(
-            message(
-                f"{name}: {len(gone)} {noun} donated or deleted before this call",
-                [paths[n] for n in gone],
-                fix="use the result of the call that they were donated to",
-            )
+            f"{name}: {len(gone)} {noun} donated or deleted before this call",
+            [paths[n] for n in gone],
+            fix="use the result of the call that they were donated to",
         ) from None
 
 
@@ -146,11 +135,9 @@ def check_donatable(
     if lines:
         noun = "argument leaf" if len(lines) == 1 else "argument leaves"
         raise DonationError(
-            message(
-                f"{name}: {len(lines)} donated {noun} cannot become the output of the same shape",
-                lines,
-                fix="give input and output the same mapping and memory kind, or do not donate it",
-            )
+            f"{name}: {len(lines)} donated {noun} cannot become the output of the same shape",
+            lines,
+            fix="give input and output the same mapping and memory kind, or do not donate it",
         )
 
 

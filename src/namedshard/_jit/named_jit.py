@@ -184,10 +184,8 @@ class NamedJit:
         options = self._options
         if mesh is None and any((options.in_axis_resources, options.out_axis_resources, mapping)):
             raise NoMeshError(
-                message(
-                    f"{self._name}: there is an axis mapping, but no mesh is in force",
-                    fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
-                )
+                f"{self._name}: there is an axis mapping, but no mesh is in force",
+                fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
             )
         hint = "" if mesh is not None or mapping is not None else thread_hint()
         if hint:
@@ -201,10 +199,8 @@ class NamedJit:
     def _require_devices(self, mesh: MeshLike | None) -> None:
         if isinstance(mesh, AbstractMesh) and compat.nothing_traced():
             raise NoMeshError(
-                message(
-                    f"{self._name}: the mesh in force ({describe(mesh)}) is abstract and has no devices",
-                    fix="enter jax.set_mesh(mesh) around the call; an abstract mesh will do for eval_shape",
-                )
+                f"{self._name}: the mesh in force ({describe(mesh)}) is abstract and has no devices",
+                fix="enter jax.set_mesh(mesh) around the call; an abstract mesh will do for eval_shape",
             )
 
     def _hint_numbers(self, leaves: Sequence[Leaf]) -> None:

@@ -278,12 +278,10 @@ class Program:
         types = () if self.context.mesh is None else self.context.mesh.axis_types
         mixed = AxisType.Explicit in types and AxisType.Auto in types
         return OffloadError(
-            message(
-                f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
-                " compiled program elsewhere",
-                [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in wrong],
-                fix=_MIXED_FIX if mixed else "use a newer jaxlib, or do not offload on this backend",
-            )
+            f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
+            " compiled program elsewhere",
+            [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in wrong],
+            fix=_MIXED_FIX if mixed else "use a newer jaxlib, or do not offload on this backend",
         )
 
     def check_places(self, out: Sequence[Any]) -> str | None:

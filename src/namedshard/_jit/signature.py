@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import StaticArgumentError, message
+from namedshard._errors import StaticArgumentError
 from namedshard._jit.arguments import Arguments
 from namedshard._plan.leaves import Leaf, is_array_like
 from namedshard._types import PyTreeDef, Tracer
@@ -197,9 +197,7 @@ def check_hashable(name: str, key: Hashable, leaves: Sequence[Leaf]) -> None:
             raise
         noun = "argument cannot be used as a static one" if len(bad) == 1 else "arguments cannot be used as static ones"
         raise StaticArgumentError(
-            message(
-                f"{name}: {len(bad)} {noun}",
-                [f"argument {x.path} is neither an array nor hashable: {type(x.value).__name__}" for x in bad],
-                fix="pass an array, or make it hashable (a tuple, a frozen dataclass)",
-            )
+            f"{name}: {len(bad)} {noun}",
+            [f"argument {x.path} is neither an array nor hashable: {type(x.value).__name__}" for x in bad],
+            fix="pass an array, or make it hashable (a tuple, a frozen dataclass)",
         ) from None

@@ -35,13 +35,11 @@ def check_transfers(name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike
     if devices and transfers:
         noun = "device_put" if len(transfers) == 1 else "device_puts"
         raise IgnoredTransferError(
-            message(
-                f"{name}: {len(transfers)} {noun} in traced code would be ignored by the compiler, which runs on"
-                f" {_platform_and_ids(devices)}",
-                transfers,
-                fix="move the result after the call; for host memory, use"
-                ' ns.shard(..., memory_kind="pinned_host") or jax.device_put(x, jax.memory.Space.Host)',
-            )
+            f"{name}: {len(transfers)} {noun} in traced code would be ignored by the compiler, which runs on"
+            f" {_platform_and_ids(devices)}",
+            transfers,
+            fix="move the result after the call; for host memory, use"
+            ' ns.shard(..., memory_kind="pinned_host") or jax.device_put(x, jax.memory.Space.Host)',
         )
     if not specs:
         return None

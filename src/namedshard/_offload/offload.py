@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of, message
+from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of
 from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
 from namedshard._place.moves import change_memory, check_narrowing
@@ -63,7 +63,7 @@ def _candidates(leaves: Sequence[Leaf], where: Where, min_size: int) -> list[int
         arrays = [f"{leaf.path} ({_bytes(leaf.value)} bytes)" for leaf in leaves if _is_array(leaf.value)]
         reason = "scalars" if not min_size else f"scalars, or smaller than min_size={min_size} bytes"
         which = f"the only matches are {reason}" if found else "nothing matches"
-        raise OffloadError(message(f"where={where!r} selects no leaf for host memory: {which}; the arrays are", arrays))
+        raise OffloadError(f"where={where!r} selects no leaf for host memory: {which}; the arrays are", arrays)
     return sized
 
 
@@ -79,13 +79,11 @@ def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: i
     sizes = {i: size for i, x in arrays.items() if (size := _per_device(x)) is not None}
     if unknown := [leaves[i].path for i in arrays if i not in sizes]:
         raise OffloadError(
-            message(
-                f"fit={fit} bytes per device cannot be counted while tracing: the shards of"
-                f" {count_of(len(unknown), len(leaves))} are not known",
-                unknown,
-                fix="call init by itself, outside of jit, eval_shape and ns.init: the state gets the parameters' shards"
-                " there",
-            )
+            f"fit={fit} bytes per device cannot be counted while tracing: the shards of"
+            f" {count_of(len(unknown), len(leaves))} are not known",
+            unknown,
+            fix="call init by itself, outside of jit, eval_shape and ns.init: the state gets the parameters' shards"
+            " there",
         )
     staying = sum(sizes.values())
     chosen: list[int] = []
@@ -96,11 +94,9 @@ def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: i
         chosen.append(i)
     if staying > fit:
         raise OffloadError(
-            message(
-                f"fit={fit} bytes per device cannot be reached: {staying} bytes stay with every selected leaf in host"
-                " memory",
-                fix="select more leaves with where, shard the states over more devices, or allow more bytes",
-            )
+            f"fit={fit} bytes per device cannot be reached: {staying} bytes stay with every selected leaf in host"
+            " memory",
+            fix="select more leaves with where, shard the states over more devices, or allow more bytes",
         )
     return sorted(chosen)
 
@@ -120,11 +116,9 @@ def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
     arrays = {path: x for path, x in values.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
     if gone := [at(path) for path, x in arrays.items() if x.is_deleted()]:
         raise DeletedArrayError(
-            message(
-                f"{count_of(len(gone), len(leaves))} cannot be moved: the array was donated or deleted",
-                gone,
-                fix="keep the result of the call that the array was donated to, and use that",
-            )
+            f"{count_of(len(gone), len(leaves))} cannot be moved: the array was donated or deleted",
+            gone,
+            fix="keep the result of the call that the array was donated to, and use that",
         )
 
 
@@ -193,10 +187,8 @@ def _check_compiler(device: Device, memory_kind: str) -> None:
     kept = compiled.output_shardings.memory_kind
     if kept != memory_kind or compat.HOST_IN_HLO not in (compiled.as_text() or ""):
         raise OffloadError(
-            message(
-                f"the compiler for {device.platform} devices leaves a result meant for {memory_kind!r} in {kept!r}",
-                fix="use a newer jaxlib, or do not offload on this backend",
-            )
+            f"the compiler for {device.platform} devices leaves a result meant for {memory_kind!r} in {kept!r}",
+            fix="use a newer jaxlib, or do not offload on this backend",
         )
 
 
@@ -212,11 +204,9 @@ def _verify(leaves: Sequence[Leaf], chosen: Sequence[int], want_host: bool, when
     if wrong:
         there = "device memory" if want_host else "host memory"
         raise OffloadError(
-            message(
-                f"{count_of(len(wrong), len(chosen))} selected for host memory are in {there} {when}",
-                wrong,
-                fix="keep the optimizer's own update between the transfers: wrap the outermost transformation",
-            )
+            f"{count_of(len(wrong), len(chosen))} selected for host memory are in {there} {when}",
+            wrong,
+            fix="keep the optimizer's own update between the transfers: wrap the outermost transformation",
         )
 
 
@@ -273,10 +263,8 @@ def offload_optimizer(
         raise ImportError("offload_optimizer needs optax: pip install 'namedshard[optax]'") from error
     if memory_kind == "device":
         raise MemoryKindError(
-            message(
-                "offload_optimizer cannot offload to memory kind 'device', where the state is without it",
-                fix="use 'pinned_host', or the optimizer as it is",
-            )
+            "offload_optimizer cannot offload to memory kind 'device', where the state is without it",
+            fix="use 'pinned_host', or the optimizer as it is",
         )
     offloaded = _OffloadedOptimizer(
         optax.with_extra_args_support(transformation),

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError, TracedMoveError, count_of, message
+from namedshard._errors import DeletedArrayError, TracedMoveError, count_of
 from namedshard._place import exchange as ex
 from namedshard._place import transfer as collective
 from namedshard._plan.leaves import Leaf, named_leaves
@@ -47,11 +47,9 @@ def _check(what: str, leaves: Sequence[Leaf], process: int | None) -> None:
     traced = [leaf.path for leaf in arrays if isinstance(leaf.value, Tracer)]
     if traced:
         raise TracedMoveError(
-            message(
-                f"{what}: {count_of(len(traced), len(arrays))} traced, so there are no values to bring to the host",
-                traced,
-                fix="call it on the result, outside of compiled code",
-            )
+            f"{what}: {count_of(len(traced), len(arrays))} traced, so there are no values to bring to the host",
+            traced,
+            fix="call it on the result, outside of compiled code",
         )
 
 
@@ -60,11 +58,9 @@ def _refuse_deleted(what: str, leaves: Sequence[Leaf]) -> None:
     gone = [leaf.path for leaf in arrays if leaf.value.is_deleted()]
     if gone:
         raise DeletedArrayError(
-            message(
-                f"{what}: {count_of(len(gone), len(arrays))} donated or deleted",
-                gone,
-                fix="keep the result of the call that the array was donated to",
-            )
+            f"{what}: {count_of(len(gone), len(arrays))} donated or deleted",
+            gone,
+            fix="keep the result of the call that the array was donated to",
         )
 
 

@@ -121,11 +121,9 @@ def check_mixed(work: Sequence[Move], total: int) -> None:
                 lines.append(f"{at(move.path)}: one dimension is mapped to {entry}: {kinds}")
     if lines:
         raise MixedAxesError(
-            message(
-                f"{count_of(len(lines), total)} cannot be sharded while tracing",
-                lines,
-                fix="map each dimension to mesh axes of one type, or shard it outside of compiled code",
-            )
+            f"{count_of(len(lines), total)} cannot be sharded while tracing",
+            lines,
+            fix="map each dimension to mesh axes of one type, or shard it outside of compiled code",
         )
 
 
@@ -147,12 +145,10 @@ def _trace(moves: Sequence[Move], manual: frozenset[str]) -> None:
                 if staging:
                     raise
                 raise TracedMoveError(
-                    message(
-                        f"{at(move.path)}: under eager vmap or grad an array cannot change its devices, nor a mapped"
-                        " dimension its mesh",
-                        str(error).splitlines()[:1],
-                        fix="shard the arrays before the vmap or grad, or put it in jit",
-                    )
+                    f"{at(move.path)}: under eager vmap or grad an array cannot change its devices, nor a mapped"
+                    " dimension its mesh",
+                    str(error).splitlines()[:1],
+                    fix="shard the arrays before the vmap or grad, or put it in jit",
                 ) from error
         if move.want.memory_kind == "pinned_host":
             x = jax.device_put(x, jax.memory.Space.Host)
@@ -203,11 +199,9 @@ def check_narrowing(work: Sequence[_HasValue], total: int) -> None:
         warn_user(message(f"{count_of(len(infinite), total)} overflow in 32 bits", infinite), RuntimeWarning)
     if lines:
         raise NarrowingError(
-            message(
-                f"{count_of(len(lines), total)} would be narrowed to wrong values",
-                lines,
-                fix='enable 64-bit types (jax.config.update("jax_enable_x64", True)), or cast them first',
-            )
+            f"{count_of(len(lines), total)} would be narrowed to wrong values",
+            lines,
+            fix='enable 64-bit types (jax.config.update("jax_enable_x64", True)), or cast them first',
         )
 
 
@@ -437,10 +431,8 @@ def check_traced_kind(memory_kind: str | None) -> None:
     """Raise `MemoryKindError` for a memory kind that compiled code cannot move to; None is the device's own."""
     if memory_kind not in (None, "device", "pinned_host"):
         raise MemoryKindError(
-            message(
-                f"compiled code cannot place arrays in memory kind {memory_kind!r}",
-                fix="use 'device' or 'pinned_host', or move the arrays with shard before or after the compiled call",
-            )
+            f"compiled code cannot place arrays in memory kind {memory_kind!r}",
+            fix="use 'device' or 'pinned_host', or move the arrays with shard before or after the compiled call",
         )
 
 

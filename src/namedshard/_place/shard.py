@@ -174,10 +174,8 @@ def shard(
     where = resolve_mesh(mesh)
     if where is None:
         raise NoMeshError(
-            message(
-                "shard: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
-                fix="pass mesh=, or enter jax.set_mesh",
-            )
+            "shard: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
+            fix="pass mesh=, or enter jax.set_mesh",
         )
     if memory_kind is not None and isinstance(where, Mesh):
         check_memory_kind(where, memory_kind)
@@ -277,11 +275,8 @@ def _check_concrete(mesh: MeshLike, nows: Sequence[Placement], total: int) -> No
     concrete = sum(now.kind in ("host", "array") for now in nows)
     if concrete and isinstance(mesh, AbstractMesh):
         raise NoMeshError(
-            message(
-                f"{count_of(concrete, total)} cannot be placed: the mesh ({describe(mesh)}) is abstract and has no"
-                " devices",
-                fix="pass a jax.sharding.Mesh",
-            )
+            f"{count_of(concrete, total)} cannot be placed: the mesh ({describe(mesh)}) is abstract and has no devices",
+            fix="pass a jax.sharding.Mesh",
         )
 
 
@@ -289,11 +284,9 @@ def _check_deleted(work: Sequence[moves.Move], total: int) -> None:
     gone = [at(m.path) for m in work if m.now.kind == "array" and m.value.is_deleted()]
     if gone:
         raise DeletedArrayError(
-            message(
-                f"{count_of(len(gone), total)} cannot be placed: the array was donated or deleted",
-                gone,
-                fix="keep the result of the call that the array was donated to, and shard that",
-            )
+            f"{count_of(len(gone), total)} cannot be placed: the array was donated or deleted",
+            gone,
+            fix="keep the result of the call that the array was donated to, and shard that",
         )
 
 
@@ -308,11 +301,9 @@ def check_memory_of(local: Sequence[Device], memory_kind: str) -> None:
         kinds = sorted(m.kind for m in device.addressable_memories())
         if memory_kind not in kinds:
             raise MemoryKindError(
-                message(
-                    f"memory kind {memory_kind!r} is not offered by {device.platform} devices,"
-                    f" which have {', '.join(map(repr, kinds))}",
-                    fix=f"use one of {', '.join(map(repr, kinds))}",
-                )
+                f"memory kind {memory_kind!r} is not offered by {device.platform} devices,"
+                f" which have {', '.join(map(repr, kinds))}",
+                fix=f"use one of {', '.join(map(repr, kinds))}",
             )
 
 
@@ -324,12 +315,10 @@ def _check_traced(traced: Sequence[moves.Move], mesh: MeshLike, total: int) -> N
     if not (isinstance(context, Mesh) and isinstance(mesh, Mesh)) or device_ids(context) == device_ids(mesh):
         return
     raise TracedMoveError(
-        message(
-            f"{count_of(len(traced), total)} cannot leave the traced mesh from compiled code",
-            [f"{at(m.path)}: traced for devices {device_ids(context)}, wanted on {device_ids(mesh)}" for m in traced],
-            fix="move the arrays with shard before or after the compiled call, or trace under"
-            " jax.set_mesh(the wanted mesh)",
-        )
+        f"{count_of(len(traced), total)} cannot leave the traced mesh from compiled code",
+        [f"{at(m.path)}: traced for devices {device_ids(context)}, wanted on {device_ids(mesh)}" for m in traced],
+        fix="move the arrays with shard before or after the compiled call, or trace under"
+        " jax.set_mesh(the wanted mesh)",
     )
 
 

@@ -11,7 +11,7 @@ import haliax.partitioning
 import jax
 from haliax import NamedArray
 
-from namedshard._errors import MappingError, message
+from namedshard._errors import MappingError
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
 """What one named axis is split over: nothing, one mesh axis, or the product of several."""
@@ -68,10 +68,8 @@ def _mesh_axes(where: str, value: Any) -> MeshAxes:
             raise MappingError(f"{where}: mesh axes {names} repeat")
         return names[0] if len(names) == 1 else (names or None)
     raise MappingError(
-        message(
-            f"{where}: {value!r} is not a rule",
-            fix="use a mesh axis name, a tuple of names (their product), first(...), or None",
-        )
+        f"{where}: {value!r} is not a rule",
+        fix="use a mesh axis name, a tuple of names (their product), first(...), or None",
     )
 
 

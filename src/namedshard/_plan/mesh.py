@@ -5,7 +5,7 @@ from typing import TypeAlias
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import AmbiguousMeshError, message
+from namedshard._errors import AmbiguousMeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
 
@@ -32,12 +32,10 @@ def context_mesh() -> MeshLike | None:
     by_set_mesh, by_with = compat.context_meshes()
     if by_set_mesh is not None and by_with is not None and by_set_mesh != by_with:
         raise AmbiguousMeshError(
-            message(
-                f"two meshes are in force: jax.set_mesh gives ({describe(by_set_mesh)}) on devices"
-                f" {device_ids(by_set_mesh)}, `with mesh:` gives ({describe(by_with)}) on devices"
-                f" {device_ids(by_with)}",
-                fix="leave one of the two contexts, or pass mesh=",
-            )
+            f"two meshes are in force: jax.set_mesh gives ({describe(by_set_mesh)}) on devices"
+            f" {device_ids(by_set_mesh)}, `with mesh:` gives ({describe(by_with)}) on devices"
+            f" {device_ids(by_with)}",
+            fix="leave one of the two contexts, or pass mesh=",
         )
     abstract = compat.abstract_context_mesh()
     concrete = by_set_mesh or by_with

@@ -385,16 +385,12 @@ def resolve(
     if found is None:
         if not any(leaf.own is not None for leaf in leaves):
             raise NoMappingError(
-                message(
-                    "no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping"
-                )
+                "no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping"
             )
         found = AxisMapping()
     where = resolve_mesh(mesh)
     if where is None:
-        raise NoMeshError(
-            message("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
-        )
+        raise NoMeshError("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
     return leaves, with_policy(found, indivisible), where
 
 

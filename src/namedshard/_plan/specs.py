@@ -10,7 +10,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from namedshard._errors import MeshAxisNotFoundError, NoMeshError, did_you_mean, message
+from namedshard._errors import MeshAxisNotFoundError, NoMeshError, did_you_mean
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
 from namedshard._plan.mapping import AxisMapping, First, MappingLike, MeshAxes, mesh_axes_of, resolve_mapping
 from namedshard._plan.mesh import MeshLike, describe, manual_axes, resolve_mesh
@@ -40,10 +40,8 @@ def _mesh_of_names(leaves: Sequence[Leaf], mapping: AxisMapping) -> AbstractMesh
     choosing = sorted({axis for r in rules for axis, rule in r.items() if axis in used and isinstance(rule, First)})
     if choosing:
         raise NoMeshError(
-            message(
-                f"no mesh: the first(...) rules of {', '.join(choosing)} need one to choose by",
-                fix="pass mesh=, or enter jax.set_mesh",
-            )
+            f"no mesh: the first(...) rules of {', '.join(choosing)} need one to choose by",
+            fix="pass mesh=, or enter jax.set_mesh",
         )
     names = dict.fromkeys(n for r in rules for rule in r.values() for n in mesh_axes_of(rule))
     return AbstractMesh((1,) * len(names), tuple(names))
@@ -181,9 +179,7 @@ def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh:
 
 def _mesh_or_error(mesh: MeshLike | None) -> MeshLike:
     if mesh is None:
-        raise NoMeshError(
-            message("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
-        )
+        raise NoMeshError("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
     return mesh
 
 
@@ -221,11 +217,9 @@ def physical_axis_size(axis: AxisLike, mapping: MappingLike | None = None, mesh:
     if isinstance(rule, First) or any(n not in where.shape for n in _mesh_axes(rule)):
         gone = [n for n in mesh_axes_of(rule) if n not in where.shape]
         raise MeshAxisNotFoundError(
-            message(
-                f"axis {_name(axis)} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(where)}"
-                + "".join(did_you_mean(n, list(where.shape)) for n in gone),
-                fix="map the axis to a mesh axis that exists, or use first(..., None)",
-            )
+            f"axis {_name(axis)} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(where)}"
+            + "".join(did_you_mean(n, list(where.shape)) for n in gone),
+            fix="map the axis to a mesh axis that exists, or use first(..., None)",
         )
     return None if rule is None else _pieces(rule, where)
 

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, at, message
+from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, at
 from namedshard._processes.coordination import (
     EXCHANGE_FAILURE,
     GRACE_S,
@@ -240,11 +240,9 @@ def _absent(what: str, processes: Sequence[int], missed: int) -> OutOfStepError:
     who = f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"
     calls = "one earlier call" if missed == 1 else f"{missed} earlier calls"
     return OutOfStepError(
-        message(
-            f"{what}: {who} did not make this call within {_limit.seconds:g} s",
-            [f"this process had not made {calls} that the others had stopped waiting for"] if missed else [],
-            fix="make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
-        )
+        f"{what}: {who} did not make this call within {_limit.seconds:g} s",
+        [f"this process had not made {calls} that the others had stopped waiting for"] if missed else [],
+        fix="make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
     )
 
 
@@ -254,10 +252,8 @@ def _agree_by_devices(what: str, digest: bytes) -> None:
         everyone = multihost_utils.process_allgather(mine)
     if not np.all(everyone == everyone[0]):
         raise OutOfStepError(
-            message(
-                f"{what}: the processes make different calls",
-                fix="make the same calls in the same order on every process",
-            )
+            f"{what}: the processes make different calls",
+            fix="make the same calls in the same order on every process",
         )
 
 
@@ -289,33 +285,25 @@ def _refuse_leaves(what: str, values: Sequence[str], local: Sequence[str]) -> No
     """Raise for host values that differ, or else for arrays of each process's own."""
     if values:
         raise HostValueError(
-            message(
-                f"{what}: host values of {len(values)} {'leaf' if len(values) == 1 else 'leaves'} differ between"
-                " processes",
-                values,
-                fix="pass the same value on every process, or build the array with"
-                " jax.make_array_from_process_local_data",
-            )
+            f"{what}: host values of {len(values)} {'leaf' if len(values) == 1 else 'leaves'} differ between processes",
+            values,
+            fix="pass the same value on every process, or build the array with jax.make_array_from_process_local_data",
         )
     if local:
         raise LocalArrayError(
-            message(
-                f"{what}: {len(local)} {'leaf is' if len(local) == 1 else 'leaves are'} not one global array: each"
-                " process passes its own, committed to its own devices",
-                local,
-                fix="pass numpy (the same value on every process), or build a global array with"
-                " jax.make_array_from_process_local_data",
-            )
+            f"{what}: {len(local)} {'leaf is' if len(local) == 1 else 'leaves are'} not one global array: each"
+            " process passes its own, committed to its own devices",
+            local,
+            fix="pass numpy (the same value on every process), or build a global array with"
+            " jax.make_array_from_process_local_data",
         )
 
 
 def _out_of_step(what: str, process: int, first: str, other: str) -> OutOfStepError:
     return OutOfStepError(
-        message(
-            f"{what}: the processes make different calls; the first difference is",
-            [f"process 0{first}", f"process {process}{other}"],
-            fix="call with the same tree, mapping and mesh, in the same order, on every process",
-        )
+        f"{what}: the processes make different calls; the first difference is",
+        [f"process 0{first}", f"process {process}{other}"],
+        fix="call with the same tree, mapping and mesh, in the same order, on every process",
     )
 
 

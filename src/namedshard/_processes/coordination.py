@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import ExchangeError, NamedShardError, message
+from namedshard._errors import ExchangeError, NamedShardError
 from namedshard._plan.mesh import MeshLike
 from namedshard._types import Device, Tracer
 
@@ -249,7 +249,7 @@ def exchange_error(
 ) -> ExchangeError:
     """The error for what failed because an exchange did, with the reason."""
     return ExchangeError(
-        message(headline, EXCHANGE_FAILURE, fix="look for the first error among all processes, and start the job again")
+        headline, EXCHANGE_FAILURE, fix="look for the first error among all processes, and start the job again"
     )
 
 

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 
-from namedshard._errors import CheckpointError, human_bytes, message
+from namedshard._errors import CheckpointError, human_bytes
 from namedshard._safetensors.folder import INDEX, SINGLE, is_ours, partial_of, shard_names
 from namedshard._safetensors.index import find_abandoned, own_files
 from namedshard._safetensors.outgoing import File
@@ -138,7 +138,7 @@ class Destination:
             alone = count == 1 and SINGLE not in self._old
             self.names = [SINGLE] if alone else shard_names(os.listdir(self._directory), count)
         except OSError as error:
-            raise CheckpointError(message(f"{self._directory} cannot be written to: {error.strerror}")) from error
+            raise CheckpointError(f"{self._directory} cannot be written to: {error.strerror}") from error
 
     def write_index(self, files: Sequence[File]) -> None:
         """Write the index beside its name, before anything has one that it refers to."""
@@ -166,10 +166,8 @@ class Destination:
             sync_directory(self._directory)
         except OSError as error:
             raise CheckpointError(
-                message(
-                    f"{self._what} is in place, but would not outlast a crash of the machine: {error.strerror}",
-                    fix="see to the disk, and save again",
-                )
+                f"{self._what} is in place, but would not outlast a crash of the machine: {error.strerror}",
+                fix="see to the disk, and save again",
             ) from error
         if self._single is None:
             self._remove_old()
@@ -190,11 +188,9 @@ class Destination:
                 sync_directory(self._directory)
             except OSError as error:
                 raise CheckpointError(
-                    message(
-                        f"{self._what} is written, but readers go by the index of the one before, which cannot be"
-                        f" removed: {error.strerror}",
-                        fix=f"remove {INDEX}",
-                    )
+                    f"{self._what} is written, but readers go by the index of the one before, which cannot be"
+                    f" removed: {error.strerror}",
+                    fix=f"remove {INDEX}",
                 ) from error
         lines: list[str] = []
         for name in sorted({*self._old, SINGLE} - set(self.names)):
@@ -208,9 +204,7 @@ class Destination:
             remove_unlocked(self._path(name))
         if lines:
             raise CheckpointError(
-                message(
-                    f"{self._what} is in place, but files of the one before cannot be removed",
-                    lines,
-                    fix="remove them",
-                )
+                f"{self._what} is in place, but files of the one before cannot be removed",
+                lines,
+                fix="remove them",
             )

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from namedshard._errors import CheckpointError, message
+from namedshard._errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -92,7 +92,7 @@ def select_files(directory: str, names: Collection[str]) -> tuple[str, ...]:
     files = sorted(name for name in names if name.endswith(SUFFIX))
     if not files:
         raise CheckpointError(
-            message(f"{directory} holds no checkpoint: neither {INDEX} nor {SINGLE} nor another {SUFFIX} file is in it")
+            f"{directory} holds no checkpoint: neither {INDEX} nor {SINGLE} nor another {SUFFIX} file is in it"
         )
     sets = _shard_sets(files)
     # While a save is at its index, its shards are there too, but the checkpoint is still the one before.
@@ -128,18 +128,14 @@ def _candidates(
 def _undecided(directory: str, sets: Sequence[ShardSet], candidates: Sequence[str]) -> CheckpointError:
     if not candidates:
         return CheckpointError(
-            message(
-                f"{directory} holds only parts of a checkpoint, and no {INDEX}",
-                [f"{found.pattern}: {len(found.files)} of {found.count} files are there" for found in sets],
-                fix="fetch the missing files and the index; if a save was broken off here, save again",
-            )
+            f"{directory} holds only parts of a checkpoint, and no {INDEX}",
+            [f"{found.pattern}: {len(found.files)} of {found.count} files are there" for found in sets],
+            fix="fetch the missing files and the index; if a save was broken off here, save again",
         )
     return CheckpointError(
-        message(
-            f"{directory} holds several {SUFFIX} files and no {INDEX} that says which belong together",
-            candidates,
-            fix="pass the path of one of them, or fetch the index",
-        )
+        f"{directory} holds several {SUFFIX} files and no {INDEX} that says which belong together",
+        candidates,
+        fix="pass the path of one of them, or fetch the index",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
-from namedshard._errors import HeaderError, message
+from namedshard._errors import HeaderError
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -85,21 +85,17 @@ def header_length(prefix: bytes, file: str, size: int) -> int:
     """
     if len(prefix) < LENGTH_BYTES or size < LENGTH_BYTES:
         raise HeaderError(
-            message(
-                f"{file} is no safetensors file: it has {size} bytes, and its header's length takes {LENGTH_BYTES}",
-                fix="fetch the file again: it is empty or was cut off",
-            )
+            f"{file} is no safetensors file: it has {size} bytes, and its header's length takes {LENGTH_BYTES}",
+            fix="fetch the file again: it is empty or was cut off",
         )
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES or length > size - LENGTH_BYTES:
         looks = _looks_like(prefix)
         room = min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
         raise HeaderError(
-            message(
-                f"{file} is no safetensors file, or is cut off: bytes 0 to 8 announce a header of {length} bytes, and"
-                f" there is room for {room} in a file of {size} bytes{looks}",
-                fix="fetch the file itself (`git lfs pull` for a Git LFS pointer)" if looks else "fetch the file again",
-            )
+            f"{file} is no safetensors file, or is cut off: bytes 0 to 8 announce a header of {length} bytes, and"
+            f" there is room for {room} in a file of {size} bytes{looks}",
+            fix="fetch the file itself (`git lfs pull` for a Git LFS pointer)" if looks else "fetch the file again",
         )
     return length
 
@@ -136,11 +132,9 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise HeaderError(message(f"{what} is not valid JSON: {reason}", fix="fetch the file again")) from None
+        raise HeaderError(f"{what} is not valid JSON: {reason}", fix="fetch the file again") from None
     if not isinstance(parsed, dict):
-        raise HeaderError(
-            message(f"{what} holds a JSON {type(parsed).__name__}, not an object", fix="fetch the file again")
-        )
+        raise HeaderError(f"{what} holds a JSON {type(parsed).__name__}, not an object", fix="fetch the file again")
     return cast("dict[str, Any]", parsed)
 
 
@@ -260,7 +254,7 @@ def parse_header(raw: bytes, file: str, size: int) -> tuple[dict[str, TensorInfo
         lines = _uncovered(tensors, data_start, size)
     if lines:
         raise HeaderError(
-            message(f"{file}: the header does not describe the file's {size} bytes", lines, fix="fetch the file again")
+            f"{file}: the header does not describe the file's {size} bytes", lines, fix="fetch the file again"
         )
     return dict(tensors), cast("dict[str, str]", metadata)
 

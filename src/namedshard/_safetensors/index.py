@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 from urllib.parse import unquote
 
-from namedshard._errors import CheckpointError, HeaderError, message
+from namedshard._errors import CheckpointError, HeaderError
 from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, select_abandoned, select_files
 from namedshard._safetensors.header import (
     LENGTH_BYTES,
@@ -37,13 +37,13 @@ def _header_of(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
 def _weight_map(name: str, files: OpenFiles) -> dict[str, str]:
     source = files[name]
     if source.size > MAX_HEADER_BYTES:
-        raise HeaderError(message(f"{name}: {source.size} bytes are too many for an index"))
+        raise HeaderError(f"{name}: {source.size} bytes are too many for an index")
     weight_map = parse_json(_read(source, 0, source.size), f"{name}: the index").get("weight_map")
     if not isinstance(weight_map, dict):
-        raise HeaderError(message(f"{name}: the index has no weight_map from tensor to file"))
+        raise HeaderError(f"{name}: the index has no weight_map from tensor to file")
     entries = cast("dict[str, Any]", weight_map)
     if bad := [f"{tensor}: {_why_refused(file)}" for tensor, file in entries.items() if _why_refused(file)]:
-        raise HeaderError(message(f"{name}: the index names files that may not be read", bad))
+        raise HeaderError(f"{name}: the index names files that may not be read", bad)
     return cast("dict[str, str]", entries)
 
 
@@ -96,11 +96,9 @@ def _read_headers(name: str, weight_map: Mapping[str, str], files: OpenFiles) ->
                 headers[file] = found
     if absent:
         raise CheckpointError(
-            message(
-                f"{name}: {len(absent)} of {len(paths)} files of the index cannot be read",
-                absent,
-                fix="fetch the missing files into the index's directory",
-            )
+            f"{name}: {len(absent)} of {len(paths)} files of the index cannot be read",
+            absent,
+            fix="fetch the missing files into the index's directory",
         )
     return headers
 
@@ -111,11 +109,9 @@ def _from_index(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
     stale = [f"{tensor}: not in {file}" for tensor, file in weight_map.items() if tensor not in headers[file]]
     if stale:
         raise HeaderError(
-            message(
-                f"{name}: the index and its files do not agree on {len(stale)} of {len(weight_map)} tensors",
-                stale,
-                fix="fetch index and files again, from one revision",
-            )
+            f"{name}: the index and its files do not agree on {len(stale)} of {len(weight_map)} tensors",
+            stale,
+            fix="fetch index and files again, from one revision",
         )
     return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
 
@@ -161,7 +157,7 @@ def _listing(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except OSError as error:
-        raise CheckpointError(message(f"{directory} cannot be opened: {error.strerror}")) from error
+        raise CheckpointError(f"{directory} cannot be opened: {error.strerror}") from error
 
 
 def _from_directory(directory: str, files: OpenFiles) -> dict[str, TensorInfo]:
@@ -184,11 +180,9 @@ def _from_files(base: str, names: Sequence[str], files: OpenFiles) -> dict[str, 
         found |= header
     if twice:
         raise HeaderError(
-            message(
-                f"{base.rstrip('/')} has no {INDEX}, and its files hold {len(twice)} tensors twice",
-                twice,
-                fix="fetch the index",
-            )
+            f"{base.rstrip('/')} has no {INDEX}, and its files hold {len(twice)} tensors twice",
+            twice,
+            fix="fetch the index",
         )
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from namedshard._errors import NarrowingError, at, message
+from namedshard._errors import NarrowingError, at
 from namedshard._place import boxes, moves
 from namedshard._place.gather import parse_bytes
 from namedshard._plan.mapping import MappingLike, Policy
@@ -124,11 +124,9 @@ def _raise_unfit(batch: Batch) -> None:
             for (path, name, dtype), values in found.items()
         ]
         raise NarrowingError(
-            message(
-                f"{len(lines)} {'tensor holds' if len(lines) == 1 else 'tensors hold'} values that do not fit",
-                lines,
-                fix="pass a wider dtype=, or enable 64-bit types",
-            )
+            f"{len(lines)} {'tensor holds' if len(lines) == 1 else 'tensors hold'} values that do not fit",
+            lines,
+            fix="pass a wider dtype=, or enable 64-bit types",
         )
 
 

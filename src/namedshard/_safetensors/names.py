@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from haliax import Axis, NamedArray
 
-from namedshard._errors import CheckpointError, at, did_you_mean, message
+from namedshard._errors import CheckpointError, at, did_you_mean
 from namedshard._plan.leaves import is_array_like, named_leaves, path_string
 from namedshard._safetensors.export import exports_itself, is_stacked, trace_export
 from namedshard._safetensors.layout import Part, View, covered, identity, layer_of
@@ -261,11 +261,9 @@ def tensors_of(tree: Any, names: Names | None = None, *, require_all: bool = Fal
     lines += [f"{at(path)}: has no name" for tensor in tensors if not tensor.name for path, _ in tensor.parts]
     if lines:
         raise CheckpointError(
-            message(
-                f"{len(lines)} names do not fit the tree",
-                lines,
-                fix="correct names=, by leaf path as explain prints it",
-            )
+            f"{len(lines)} names do not fit the tree",
+            lines,
+            fix="correct names=, by leaf path as explain prints it",
         )
     return tensors
 

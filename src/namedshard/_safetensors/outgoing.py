@@ -13,7 +13,7 @@ from haliax import NamedArray
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import CheckpointError, at, message
+from namedshard._errors import CheckpointError, at
 from namedshard._place import moves
 from namedshard._plan.leaves import is_array_like, named_leaves, path_string
 from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS
@@ -107,14 +107,12 @@ def resolve_outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[
             lines += wrong
     if lines:
         raise CheckpointError(
-            message(
-                f"the tree cannot be saved: {len(lines)} {'problem' if len(lines) == 1 else 'problems'}",
-                dict.fromkeys(lines),
-                fix="make arrays of numbers, convert what has no dtype in a file, or leave it out (equinox.filter)",
-            )
+            f"the tree cannot be saved: {len(lines)} {'problem' if len(lines) == 1 else 'problems'}",
+            dict.fromkeys(lines),
+            fix="make arrays of numbers, convert what has no dtype in a file, or leave it out (equinox.filter)",
         )
     if not out:
-        raise CheckpointError(message("the tree has no arrays: there is nothing to save"))
+        raise CheckpointError("the tree has no arrays: there is nothing to save")
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from jaxtyping import PyTree
 
-from namedshard._errors import CheckpointError, message
+from namedshard._errors import CheckpointError
 from namedshard._place.gather import parse_bytes
 from namedshard._processes.agreement import agreed_rounds
 from namedshard._processes.coordination import Rounds, processes
@@ -46,7 +46,7 @@ def _where(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     where = os.fspath(path)
     if is_url(where):
         raise CheckpointError(
-            message(f"{where}: checkpoints are saved to local paths only", fix="save to a local path, and upload that")
+            f"{where}: checkpoints are saved to local paths only", fix="save to a local path, and upload that"
         )
     if where.endswith(SUFFIX):
         directory, name = os.path.split(where)
@@ -164,12 +164,10 @@ def _check_visible(rounds: Rounds, failures: Failures, directory: str, written: 
         # A process that failed removes its files; the next round reports why.
         if unseen and not any(rounds.failure(process) for process in unseen):
             raise CheckpointError(
-                message(
-                    f"{directory} is not one directory that all processes share: process 0 does not see files of"
-                    " others; what was there before is untouched",
-                    [f"process {process}: {name}" for process, names in unseen.items() for name in names],
-                    fix='save to a shared path, or pass writer="main" for process 0 to write all',
-                )
+                f"{directory} is not one directory that all processes share: process 0 does not see files of"
+                " others; what was there before is untouched",
+                [f"process {process}: {name}" for process, names in unseen.items() for name in names],
+                fix='save to a shared path, or pass writer="main" for process 0 to write all',
             )
     failures.round()
 
@@ -212,5 +210,5 @@ def checked_metadata(metadata: Mapping[Any, Any] | None) -> dict[str, str]:
     given: dict[Any, Any] = dict(metadata or {})
     bad = [f"{k!r}: {v!r}" for k, v in given.items() if not (isinstance(k, str) and isinstance(v, str))]
     if bad:
-        raise CheckpointError(message("metadata is not text to text", bad, fix="turn keys and values into str"))
+        raise CheckpointError("metadata is not text to text", bad, fix="turn keys and values into str")
     return given

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from namedshard._errors import CheckpointError, message
+from namedshard._errors import CheckpointError
 from namedshard._safetensors.ranges import LOCAL, REMOTE, ReadSettings
 
 T = TypeVar("T")
@@ -42,10 +42,8 @@ Opener: TypeAlias = Callable[[str], Source]
 def cut_off(name: str, start: int, wanted: int, got: int) -> CheckpointError:
     """The error for a file that ends while it is being read."""
     return CheckpointError(
-        message(
-            f"{name}: {wanted} bytes were to be read from byte {start}, but only {got} are there",
-            fix="the file changed while it was read: load it again once it is complete",
-        )
+        f"{name}: {wanted} bytes were to be read from byte {start}, but only {got} are there",
+        fix="the file changed while it was read: load it again once it is complete",
     )
 
 
@@ -60,13 +58,13 @@ class LocalFile:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise CheckpointError(message(f"{path} cannot be opened: {error.strerror}")) from error
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         status = os.fstat(self._fd)
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
-            raise CheckpointError(message(f"{path} is {kind}, where a file is expected"))
+            raise CheckpointError(f"{path} is {kind}, where a file is expected")
 
     def read(self, start: int, into: memoryview) -> None:
         """Fill a buffer with the bytes from ``start`` on."""
@@ -98,12 +96,12 @@ def filesystem(url: str) -> tuple[Any, str]:
         import fsspec.core
     except ImportError as error:
         raise CheckpointError(
-            message("reading from URLs needs fsspec, which is not installed", fix="pip install 'namedshard[remote]'")
+            "reading from URLs needs fsspec, which is not installed", fix="pip install 'namedshard[remote]'"
         ) from error
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(message(f"{url} cannot be opened: {error}")) from error
+        raise CheckpointError(f"{url} cannot be opened: {error}") from error
 
 
 def _status(error: BaseException | None) -> int | None:
@@ -137,7 +135,7 @@ def retrying(call: Callable[[], T], what: str) -> T:
             if attempt == ATTEMPTS or isinstance(error, _FINAL) or status in _REFUSED:
                 tried = f" after {attempt} attempts" if attempt > 1 else ""
                 answer = f"HTTP status {status}" if status else f"{type(error).__name__}: {error}"
-                raise CheckpointError(message(f"{what} cannot be read{tried}: {answer.rstrip(': ')}")) from error
+                raise CheckpointError(f"{what} cannot be read{tried}: {answer.rstrip(': ')}") from error
         time.sleep(delay)
         delay *= 2
     raise AssertionError
@@ -196,12 +194,12 @@ class RemoteFile:
         try:
             info = retrying(lambda: self._fs.info(self._path), url)
         except FileNotFoundError as error:
-            raise CheckpointError(message(f"{url} cannot be opened: no such file")) from error
+            raise CheckpointError(f"{url} cannot be opened: no such file") from error
         if info["type"] != "file":
-            raise CheckpointError(message(f"{url} is a directory, where a file is expected"))
+            raise CheckpointError(f"{url} is a directory, where a file is expected")
         if info.get("size") is None:
             raise CheckpointError(
-                message(f"{url}: the server does not tell the file's size", fix="download the file and load it locally")
+                f"{url}: the server does not tell the file's size", fix="download the file and load it locally"
             )
         self.size = int(info["size"])
 
@@ -220,13 +218,11 @@ class RemoteFile:
         try:
             data = retrying(fetch, where)
         except FileNotFoundError as error:
-            raise CheckpointError(message(f"{where} cannot be read: the file is gone")) from error
+            raise CheckpointError(f"{where} cannot be read: the file is gone") from error
         if len(data) > len(into):
             raise CheckpointError(
-                message(
-                    f"{self.name}: the server ignores byte ranges: asked for {len(into)} bytes, it sent {len(data)}",
-                    fix="download the file and load it locally",
-                )
+                f"{self.name}: the server ignores byte ranges: asked for {len(into)} bytes, it sent {len(data)}",
+                fix="download the file and load it locally",
             )
         into[:] = data
 

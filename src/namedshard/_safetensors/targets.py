@@ -110,18 +110,13 @@ def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | No
     mesh = resolve_mesh(given)
     if mesh is None and needed:
         raise NoMeshError(
-            message(
-                "load_safetensors: there is an axis mapping, but no mesh was given and none is in force"
-                + thread_hint(),
-                fix="pass mesh=, or enter jax.set_mesh",
-            )
+            "load_safetensors: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
+            fix="pass mesh=, or enter jax.set_mesh",
         )
     if isinstance(mesh, AbstractMesh):
         raise NoMeshError(
-            message(
-                f"load_safetensors: the mesh ({describe(mesh)}) is abstract and has no devices",
-                fix="pass a jax.sharding.Mesh",
-            )
+            f"load_safetensors: the mesh ({describe(mesh)}) is abstract and has no devices",
+            fix="pass a jax.sharding.Mesh",
         )
     return mesh
 
@@ -165,11 +160,9 @@ def _check_paths(dtypes: DTypes, paths: Sequence[str]) -> None:
     unknown = [path for path in dtypes if path not in paths] if isinstance(dtypes, Mapping) else []
     if unknown:
         raise CheckpointError(
-            message(
-                f"dtype= names {len(unknown)} {'leaf' if len(unknown) == 1 else 'leaves'} that the tree does not have",
-                [f"{at(path)}{did_you_mean(path, paths)}" for path in unknown],
-                fix="use the leaf paths that ns.explain(tree) prints",
-            )
+            f"dtype= names {len(unknown)} {'leaf' if len(unknown) == 1 else 'leaves'} that the tree does not have",
+            [f"{at(path)}{did_you_mean(path, paths)}" for path in unknown],
+            fix="use the leaf paths that ns.explain(tree) prints",
         )
 
 
@@ -294,11 +287,9 @@ def _match(
     if lines:
         or_keep = "" if options.missing == "keep" else ', or pass missing="keep" for leaves to be left as they are'
         raise MissingTensorError(
-            message(
-                f"{path} and the tree do not go together: {len(found)} tensors, {len(arrays)} leaves",
-                lines,
-                fix="correct names= (leaf path to tensor name), or the tree's shapes" + or_keep,
-            )
+            f"{path} and the tree do not go together: {len(found)} tensors, {len(arrays)} leaves",
+            lines,
+            fix="correct names= (leaf path to tensor name), or the tree's shapes" + or_keep,
         )
     return origins
 
@@ -330,10 +321,8 @@ def _convert(
         out.append(Target(i, leaf.path, tuple(leaf.value.shape), dtype, sharding, tuple(mine), check))
     if lines:
         raise NarrowingError(
-            message(
-                f"{count_of(len(lines), len(out))} cannot take the checkpoint's dtypes",
-                lines,
-                fix='say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types',
-            )
+            f"{count_of(len(lines), len(out))} cannot take the checkpoint's dtypes",
+            lines,
+            fix='say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types',
         )
     return out

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes, message
+from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes
 from namedshard._place import boxes, exchange, moves
 from namedshard._place import transfer as collective
 from namedshard._processes.coordination import (
@@ -119,7 +119,7 @@ class Failures:
             why = f"cannot be written: {why}"
         else:
             why = f"cannot be written: it failed on process {process}: {why}"
-        return CheckpointError(message(f"{self._what} {why}{self._before()}", fix=fix))
+        return CheckpointError(f"{self._what} {why}{self._before()}", fix=fix)
 
     def _before(self) -> str:
         if self.placed is None:
@@ -191,10 +191,8 @@ def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
         return
     values = f"values from {least} to {most} do" if least < most else f"value {least} does"
     raise NarrowingError(
-        message(
-            f"tensor {tensor.name!r}: {data.dtype} {values} not fit {tensor.dtype}",
-            fix="pass a wider dtype=" if math.isfinite(least) and math.isfinite(most) else "pass a floating dtype=",
-        )
+        f"tensor {tensor.name!r}: {data.dtype} {values} not fit {tensor.dtype}",
+        fix="pass a wider dtype=" if math.isfinite(least) and math.isfinite(most) else "pass a floating dtype=",
     )
 
 
