@@ -199,7 +199,7 @@ def init(
     traced_at = time.perf_counter()
     compilations = compile_programs(recipe)
     fresh = {key for key, compilation in compilations.items() if not compilation.done()}
-    run = Run(recipe, recipe.inputs_of(request.arrays))
+    run = Run(recipe, request.arrays)
     waited = time.perf_counter()
     programs = finish(compilations)
     compile_seconds = time.perf_counter() - waited
@@ -314,7 +314,7 @@ class CompiledInit:
             raise TypeError(message("init: the arguments differ from those it was lowered for", changed, fix=fix))
         request.check()
         refuse_compiled("init", request.arrays, self._recipe.mesh)
-        run = Run(self._recipe, self._recipe.inputs_of(request.arrays))
+        run = Run(self._recipe, request.arrays)
         return jax.tree_util.tree_unflatten(self._recipe.traced.treedef, run.leaves(self._by_key))
 
 

@@ -164,9 +164,7 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
             views[depth].append(Step(view, (op,), is_view=True))
         depths.update(dict.fromkeys(op.outputs, depth))
 
-    for op in graph.ops:
-        if op.eqn.effects or not all(is_exact(v.aval) for v in op.eqn.outvars) or not _is_exact_op(op):
-            continue
+    for op in filter(_is_on_integers, graph.ops):
         if not all(v in depths or v in fixed for v in values_of(op.inputs)):
             continue
         if op.name == "random_seed" or any(v in depths for v in values_of(op.inputs)):
@@ -182,5 +180,7 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
     return KeySchedule(frozenset(given), frozenset(depths), steps)
 
 
-def _is_exact_op(op: Op) -> bool:
+def _is_on_integers(op: Op) -> bool:
+    if op.eqn.effects or not all(is_exact(v.aval) for v in op.eqn.outvars):
+        return False
     return not any(floats or name == "random_bits" for name, floats in contents_of(op.eqn)[0])

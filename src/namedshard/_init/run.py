@@ -204,6 +204,7 @@ class Recipe:
         mesh: The mesh of the results, if there is one.
         moves: Inputs that are on devices other than the mesh's, and move to it first.
         wants: Where each computed value goes, once for each leaf that it is.
+        shared: Values that some program is given.
     """
 
     graph: Graph
@@ -215,6 +216,7 @@ class Recipe:
     steps: list[Step]
     moves: dict[int, NamedSharding]
     wants: Mapping[int, list[Destination]]
+    shared: frozenset[int]
 
     def lower(self, step: Step) -> Any:
         """Lowers a step's program."""
@@ -228,10 +230,6 @@ class Recipe:
         with compat.no_context_mesh():
             function = _function_of(step.tail, self.graph, self.keys.values, manual_mesh)
             return jax.jit(function, out_shardings=step.shardings).lower(*structs)
-
-    def inputs_of(self, arrays: Sequence[Any]) -> dict[int, Any]:
-        """The values that a run starts from."""
-        return dict(zip(self.graph.inputs, arrays, strict=True)) | self.graph.consts
 
     def distinct(self) -> dict[Hashable, Step]:
         """One step for each distinct program."""
@@ -283,7 +281,8 @@ def make_recipe(
         sharded = sharded or any(_is_split(s, graph.aval(ref)) for s, ref in zip(at, tail.inputs, strict=True))
         inexact = sharded and (tail.reduces or (short and not whole))
         steps.append(Step(tail, shardings, at, (tail.key, shardings, at, settings), inexact))
-    return Recipe(graph, traced, destinations, mesh, refs, keys, steps, moves, wants)
+    shared = frozenset(ref for step in steps for ref in step.tail.inputs if isinstance(ref, int))
+    return Recipe(graph, traced, destinations, mesh, refs, keys, steps, moves, wants, shared)
 
 
 def _settings() -> Hashable:
@@ -342,75 +341,64 @@ def finish(compilations: Mapping[Hashable, Compilation]) -> dict[Hashable, Any]:
 class Run:
     """One execution of a recipe. Keys are computed at once, while programs may still be compiling."""
 
-    def __init__(self, recipe: Recipe, inputs: dict[int, Any]):
+    def __init__(self, recipe: Recipe, arrays: Sequence[Any]):
+        self._recipe = recipe
+        self._inputs: dict[int, Any] = dict(zip(recipe.graph.inputs, arrays, strict=True)) | recipe.graph.consts
         started = time.perf_counter()
         with compat.count_compiles() as compiles:
-            self._small = recipe.keys.run(inputs)
+            self._small = recipe.keys.run(self._inputs)
         self.keys_seconds = time.perf_counter() - started if compiles[0] else 0.0
-        self._recipe = recipe
-        self._inputs = inputs
-        self._values = dict(inputs)
-        self._moved: dict[Any, Any] = {}
 
     def leaves(self, programs: Mapping[Hashable, Callable[..., Any]]) -> list[Any]:
-        """Runs the programs and returns the output leaves."""
-        recipe, small = self._recipe, self._small
-        self._values.update(move({v: (self._inputs[v], s) for v, s in recipe.moves.items()}))
+        """Runs the programs and returns the output leaves. Each result is moved at once if it's wanted elsewhere."""
+        recipe = self._recipe
+        values = self._inputs | move({v: (self._inputs[v], s) for v, s in recipe.moves.items()})
+        there: dict[Any, Any] = {}
         for step in recipe.steps:
-            inputs = [
-                self._values[ref] if isinstance(ref, int) and ref not in small else _value(small, ref)
-                for ref in step.tail.inputs
-            ]
-            self._values.update(zip(step.tail.results, programs[step.key](*inputs), strict=True))
-            self._move_out(step.tail.results)
-        return self._deliver()
+            inputs = [values[ref] if _is_array(self._small, ref) else self._data(ref) for ref in step.tail.inputs]
+            for value, x in zip(step.tail.results, programs[step.key](*inputs), strict=True):
+                if value in recipe.shared:
+                    values[value] = x
+                for want in recipe.wants.get(value, ()):
+                    is_there = want is None or x.sharding == want
+                    there[value, want] = x if is_there else move({value: (x, want)})[value]
+        return self._deliver(there)
 
-    def _move_out(self, results: Sequence[int]) -> None:
-        """Moves results that are wanted elsewhere, such as in host memory, so that they don't accumulate here."""
-        for value in results:
-            wants = self._recipe.wants.get(value, ())
-            for want in wants:
-                if want is not None and self._values[value].sharding != want:
-                    self._moved[value, want] = move({value: (self._values[value], want)})[value]
-            if wants and all((value, want) in self._moved for want in wants) and not _is_shared(self._recipe, value):
-                del self._values[value]
-
-    def _deliver(self) -> list[Any]:
-        """The output leaves, with one batch of moves for those not in place. Tied leaves stay one array."""
+    def _deliver(self, there: dict[Any, Any]) -> list[Any]:
+        """The output leaves, with one batch of moves for those that no program computed. Tied leaves stay one array."""
         recipe, to = self._recipe, self._recipe.destinations
         pending: dict[Any, tuple[Any, Any]] = {}
-        paths: list[str] = []
         keys: list[Any] = []
+        paths: list[str] = []
         for i, (ref, want) in enumerate(zip(recipe.refs, to.places, strict=True)):
-            static = recipe.traced.statics[i]
+            x: Any = recipe.traced.statics[i]
             passed = ref is None or (isinstance(ref, int) and ref in self._inputs)
             if passed and not to.planned[i]:
                 want = to.kinds[i]
-            source = ("static", id(static)) if ref is None else ref if isinstance(ref, int) else ("literal", i)
-            key = source, want
+            key = ("static", id(x)) if ref is None else ref if isinstance(ref, int) else ("literal", i), want
             keys.append(key)
-            if key in self._moved or key in pending:
+            if key in there or key in pending:
                 continue
-            x = static if ref is None else self._output(ref)
-            if want is None or (not passed and isinstance(x, jax.Array) and x.committed and x.sharding == want):
-                self._moved[key] = x
+            if ref is not None:
+                x = self._inputs[ref] if passed else self._array(ref)
+            if want is None:
+                there[key] = x
             else:
-                pending[key] = (x, want)
+                pending[key] = x, want
                 paths.append(to.paths[i])
-        self._moved |= move(pending, paths)
-        return [self._moved[key] for key in keys]
+        there |= move(pending, paths)
+        return [there[key] for key in keys]
 
-    def _output(self, ref: Ref) -> Any:
-        if isinstance(ref, int) and ref in self._inputs:
-            return self._inputs[ref]
-        if isinstance(ref, int) and ref in self._values:
-            return self._values[ref]
+    def _data(self, ref: Ref) -> np.ndarray:
+        """A literal, a small integer or the data of a key."""
+        return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else self._small[ref]
+
+    def _array(self, ref: Ref) -> Any:
         aval = self._recipe.graph.aval(ref)
         with compat.no_context_mesh():
-            x = _value(self._small, ref)
             if compat.is_key_array(aval):
-                return jax.random.wrap_key_data(jnp.asarray(x), impl=compat.key_impl(aval))
-            return _typed(jnp.asarray(x, aval.dtype), aval)
+                return jax.random.wrap_key_data(jnp.asarray(self._data(ref)), impl=compat.key_impl(aval))
+            return _typed(jnp.asarray(self._data(ref), aval.dtype), aval)
 
     def reports(self, compilations: Mapping[Hashable, Compilation], fresh: set[Hashable]) -> tuple[ProgramReport, ...]:
         """One report for each distinct program; ``fresh`` are the keys of those compiled for this call."""
@@ -420,10 +408,10 @@ class Run:
         out = [ProgramReport("init_keys", loops, self.keys_seconds, 0, 0, False)] if loops else []
         for key, step in recipe.distinct().items():
             compiled, seconds = compilations[key].result()
-            seconds = seconds if key in fresh else 0.0
-            size = step.bytes_per_device(recipe.graph)
-            temporary = temporary_bytes(compiled)
-            out.append(ProgramReport(step.tail.name, calls[key], seconds, size, temporary, step.inexact))
+            sizes = step.bytes_per_device(recipe.graph), temporary_bytes(compiled)
+            out.append(
+                ProgramReport(step.tail.name, calls[key], seconds if key in fresh else 0.0, *sizes, step.inexact)
+            )
         return tuple(out)
 
 
@@ -433,12 +421,8 @@ def temporary_bytes(compiled: Any) -> int:
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
-def _is_shared(recipe: Recipe, value: int) -> bool:
-    return any(value in step.tail.inputs for step in recipe.steps)
-
-
-def _value(small: Mapping[int, np.ndarray], ref: Ref) -> np.ndarray:
-    return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else small[ref]
+def _is_array(small: Container[int], ref: Ref) -> bool:
+    return isinstance(ref, int) and ref not in small
 
 
 def move(work: Mapping[Any, tuple[Any, Any]], paths: Sequence[str] | None = None) -> dict[Any, Any]:
