@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
-from namedshard._init.tails import Graph, Op, Ref, array_type, contents_of, freeze_op, values_of
+from namedshard._init.tails import Graph, Op, Ref, array_type, contents_of, freeze_op, literal_data, values_of
 
 SMALL_BYTES = 64 << 10
 
@@ -119,7 +119,7 @@ class KeySchedule:
         made = {v: host_data(inputs[v]) for v in self.given}
 
         def read(ref: Ref) -> np.ndarray:
-            return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else made[ref]
+            return literal_data(ref) if isinstance(ref, Literal) else made[ref]
 
         with compat.no_context_mesh():
             for step in self.steps:

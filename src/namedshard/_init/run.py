@@ -27,11 +27,12 @@ from namedshard._init.tails import (
     Tail,
     flatten,
     is_manual,
+    literal_data,
     placed_by,
     split,
     tail_of,
 )
-from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, trace
+from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, struct_of, trace
 from namedshard._place.moves import change_memory
 from namedshard._place.shard import place_leaves
 from namedshard._plan.mapping import AxisMapping
@@ -126,8 +127,7 @@ def _without_shardings(value: Any) -> Any:
         _run_ops(graph.ops, values, None)
         return [ref.val if isinstance(ref, Literal) else values[ref] for ref in graph.outputs]
 
-    avals = (v.aval for v in value.jaxpr.invars)
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+    return jax.make_jaxpr(run)(*(struct_of(graph.avals[v]) for v in graph.inputs))
 
 
 def _function_of(tail: Tail, graph: Graph, small: Container[int], mesh: MeshLike | None) -> Callable[..., Any]:
@@ -137,7 +137,7 @@ def _function_of(tail: Tail, graph: Graph, small: Container[int], mesh: MeshLike
         values: dict[int, Any] = {}
         for n, (x, ref) in enumerate(zip(inputs, tail.inputs, strict=True)):
             aval = graph.aval(ref)
-            is_data = compat.is_key_array(aval) and ref in small
+            is_data = isinstance(ref, int) and ref in small and compat.is_key_array(aval)
             values[-1 - n] = jax.random.wrap_key_data(x, impl=compat.key_impl(aval)) if is_data else x
         _run_ops(tail.ops, values, mesh)
         return tuple(_typed(values[v], graph.avals[v]) for v in tail.results)
@@ -380,7 +380,7 @@ class Run:
             if key in there or key in pending:
                 continue
             if ref is not None:
-                x = self._inputs[ref] if passed else self._array(ref)
+                x = self._inputs[ref] if isinstance(ref, int) and passed else self._array(ref)
             if want is None:
                 there[key] = x
             else:
@@ -391,7 +391,7 @@ class Run:
 
     def _data(self, ref: Ref) -> np.ndarray:
         """A literal, a small integer or the data of a key."""
-        return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else self._small[ref]
+        return literal_data(ref) if isinstance(ref, Literal) else self._small[ref]
 
     def _array(self, ref: Ref) -> Any:
         aval = self._recipe.graph.aval(ref)

@@ -115,6 +115,11 @@ def values_of(refs: Iterable[Ref]) -> Iterator[int]:
     return (ref for ref in refs if not isinstance(ref, Literal))
 
 
+def literal_data(literal: Any) -> np.ndarray:
+    """A literal's value, in the dtype that it has in the jaxpr."""
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
 def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """What an operation runs, if that's all it does."""
     if eqn.primitive.name not in _CALLS:
@@ -348,8 +353,8 @@ def _is_input(op: Op, literal: Literal, computing: int) -> bool:
     The results are the same bits, unless a compiler that knows the number removes the operation, and then computes
     those around it as one. ``computing``: how many of the program's operations do more than move values.
     """
-    if literal.aval.shape or computing == 0:
-        return not literal.aval.shape and op.name == "broadcast_in_dim"
+    if literal_data(literal).shape or computing == 0:
+        return not literal_data(literal).shape and op.name == "broadcast_in_dim"
     return op.name in ("mul", "add", "sub") and (computing == 1 or abs(literal.val) not in (0, 1))
 
 
