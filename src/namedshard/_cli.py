@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from namedshard._errors import NamedShardError, did_you_mean
+from namedshard._errors import NamedShardError, did_you_mean, message
 from namedshard._explain.explain import Explanation, Stored, explain_leaves
 from namedshard._explain.report import Lint
 from namedshard._plan.leaves import Leaf
