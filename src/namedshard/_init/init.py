@@ -202,7 +202,7 @@ def init(
     return tree, dataclasses.replace(
         _measured(tree, started),
         programs=run.reports(compilations, fresh),
-        calls=len(recipe.steps),
+        calls=sum(len(batch.steps) for batch in recipe.batches),
         peak_temporary_bytes=max(map(temporary_bytes, programs.values()), default=0),
         trace_seconds=traced_at - started if new else 0.0,
         compile_seconds=compile_seconds + run.keys_seconds,
@@ -317,7 +317,7 @@ class LoweredInit:
     def __init__(self, request: Request, recipe: Recipe):
         self._request = request
         self._recipe = recipe
-        self._lowered = {key: recipe.lower(step) for key, step in recipe.distinct().items()}
+        self._lowered = {key: recipe.lower(batch) for key, batch in recipe.distinct().items()}
 
     def compile(self) -> CompiledInit:
         """Compiles the programs, for the mesh's devices, whether or not they're attached."""

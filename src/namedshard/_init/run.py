@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from namedshard._init.tails import (
     tail_of,
 )
 from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, struct_of, trace
-from namedshard._place.moves import change_memory
+from namedshard._place.moves import all_cpu, change_memory
 from namedshard._place.shard import place_leaves
 from namedshard._plan.mapping import AxisMapping
 from namedshard._plan.mesh import MeshLike
@@ -42,7 +42,9 @@ _QUIET_SECONDS = 1.0
 _SHORT_ROW = 16
 """CPUs compute rows with fewer elements by other instructions, which round approximated functions otherwise."""
 _SMALL_BYTES = 1 << 20
-"""Bytes of results that a program may compute whole on each device to avoid short rows."""
+"""Bytes of results that a program may compute whole on each device to avoid short rows, or several times at once."""
+_AT_ONCE = 4
+"""How many equal programs run as one on CPUs, where each run costs about half a millisecond."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class ProgramReport:
     Attributes:
         name: Its first ``jit``, such as that of ``jax.random.normal``, or else its last operation. ``init_keys`` stands
             for all the small loops that derive keys.
-        calls: How many times it ran.
+        calls: How many times it ran; on CPUs some of these runs are one.
         compile_seconds: Time that its compilation took; 0 if an earlier call had compiled it.
         bytes_per_device: Bytes of one run's results on each device.
         temporary_bytes: Bytes that one run allocates on each device beside its inputs and results.
@@ -192,6 +194,18 @@ class Step:
         return sum(math.prod(shape) * a.dtype.itemsize for shape, a in zip(shapes, avals, strict=True))
 
 
+class Batch(NamedTuple):
+    """A step, or up to `_AT_ONCE` equal ones that run as one."""
+
+    steps: tuple[Step, ...]
+    at_once: bool
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for batches that run the same executable."""
+        return self.steps[0].key, self.at_once
+
+
 # --- a whole initializer ----------------------------------------------------------------------------------------------
 
 
@@ -213,30 +227,63 @@ class Recipe:
     mesh: MeshLike | None
     refs: list[Ref | None]
     keys: KeySchedule
-    steps: list[Step]
+    batches: list[Batch]
     moves: dict[int, NamedSharding]
     wants: Mapping[int, list[Destination]]
     shared: frozenset[int]
 
-    def lower(self, step: Step) -> Any:
-        """Lowers a step's program."""
+    def lower(self, batch: Batch) -> Any:
+        """Lowers the program of a step, or of some equal ones."""
+        step = batch.steps[0]
         structs: list[jax.ShapeDtypeStruct] = []
         for ref, placement in zip(step.tail.inputs, step.placements, strict=True):
             aval = self.graph.aval(ref)
             if compat.is_key_array(aval) and ref in self.keys.values:
                 aval = jax.ShapeDtypeStruct(compat.key_data_shape(aval), np.uint32)
-            structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placement))
+            shape = (_AT_ONCE, *aval.shape) if batch.at_once else aval.shape
+            structs.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=placement))
         manual_mesh = self.traced.mesh if isinstance(self.traced.mesh, Mesh) else self.mesh
+        function = _function_of(step.tail, self.graph, self.keys.values, manual_mesh)
         with compat.no_context_mesh():
-            function = _function_of(step.tail, self.graph, self.keys.values, manual_mesh)
+            if batch.at_once:
+                return jax.jit(_repeated(function), out_shardings=step.shardings * _AT_ONCE).lower(*structs)
             return jax.jit(function, out_shardings=step.shardings).lower(*structs)
 
-    def distinct(self) -> dict[Hashable, Step]:
-        """One step for each distinct program."""
-        found: dict[Hashable, Step] = {}
-        for step in self.steps:
-            found.setdefault(step.key, step)
+    def distinct(self) -> dict[Hashable, Batch]:
+        """One batch for each distinct program."""
+        found: dict[Hashable, Batch] = {}
+        for batch in self.batches:
+            found.setdefault(batch.key, batch)
         return found
+
+
+def _repeated(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A program run for each row of its inputs, compiled once."""
+
+    def repeated(*inputs: Any) -> tuple[Any, ...]:
+        rows = jax.lax.map(lambda row: function(*row), inputs)
+        return tuple(result[n] for n in range(_AT_ONCE) for result in rows)
+
+    repeated.__name__ = repeated.__qualname__ = function.__name__
+    return repeated
+
+
+def _in_batches(steps: Sequence[Step], graph: Graph, small: Container[int], on_cpu: bool) -> list[Batch]:
+    """Equal steps together, where that's cheaper than running each by itself."""
+    equal: dict[Hashable, list[Step]] = collections.defaultdict(list)
+    for step in steps:
+        avals = [graph.avals[v] for v in step.tail.results]
+        plain = not any(compat.is_key_array(a) or a.weak_type for a in avals)
+        alone = any(op.eqn.effects or is_manual(op.eqn) for op in step.tail.ops)
+        given = step.tail.inputs and not any(isinstance(ref, int) and ref not in small for ref in step.tail.inputs)
+        together = on_cpu and plain and given and not alone and step.bytes_per_device(graph) * _AT_ONCE <= _SMALL_BYTES
+        equal[step.key if together else id(step)].append(step)
+    batches: dict[int, Batch] = {}
+    for same in equal.values():
+        at_once = len(same) > _AT_ONCE // 2
+        size = _AT_ONCE if at_once else 1
+        batches |= {id(same[i]): Batch(tuple(same[i : i + size]), at_once) for i in range(0, len(same), size)}
+    return [batches[id(step)] for step in steps if id(step) in batches]
 
 
 def make_recipe(
@@ -282,7 +329,9 @@ def make_recipe(
         inexact = sharded and (tail.reduces or (short and not whole))
         steps.append(Step(tail, shardings, at, (tail.key, shardings, at, settings), inexact))
     shared = frozenset(ref for step in steps for ref in step.tail.inputs if isinstance(ref, int))
-    return Recipe(graph, traced, destinations, mesh, refs, keys, steps, moves, wants, shared)
+    devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.local_devices()[:1]
+    batches = _in_batches(steps, graph, keys.values, all_cpu(devices))
+    return Recipe(graph, traced, destinations, mesh, refs, keys, batches, moves, wants, shared)
 
 
 def _settings() -> Hashable:
@@ -320,9 +369,9 @@ def submit(lowered: Mapping[Hashable, Any]) -> dict[Hashable, Compilation]:
 def compile_programs(recipe: Recipe) -> dict[Hashable, Compilation]:
     """Starts the compilation of each distinct program that isn't compiled yet."""
     found: dict[Hashable, Compilation] = {}
-    for key, step in recipe.distinct().items():
+    for key, batch in recipe.distinct().items():
         compilation = _compilations.get(key)
-        found[key] = compilation or _compilations.put(key, submit({key: recipe.lower(step)})[key])
+        found[key] = compilation or _compilations.put(key, submit({key: recipe.lower(batch)})[key])
     return found
 
 
@@ -352,11 +401,14 @@ class Run:
     def leaves(self, programs: Mapping[Hashable, Callable[..., Any]]) -> list[Any]:
         """Runs the programs and returns the output leaves. Each result is moved at once if it's wanted elsewhere."""
         recipe = self._recipe
-        values = self._inputs | move({v: (self._inputs[v], s) for v, s in recipe.moves.items()})
+        values = {v: x for v, x in self._inputs.items() if v not in self._small}
+        values |= move({v: (values[v], s) for v, s in recipe.moves.items() if v in values})
         there: dict[Any, Any] = {}
-        for step in recipe.steps:
-            inputs = [values[ref] if _is_array(self._small, ref) else self._data(ref) for ref in step.tail.inputs]
-            for value, x in zip(step.tail.results, programs[step.key](*inputs), strict=True):
+        for batch in recipe.batches:
+            made = programs[batch.key](*self._inputs_of(batch, values))
+            owners = [value for step in batch.steps for value in step.tail.results]
+            # A batch that isn't full computes some results that nothing needs.
+            for value, x in zip(owners, made, strict=False):
                 if value in recipe.shared:
                     values[value] = x
                 for want in recipe.wants.get(value, ()):
@@ -389,6 +441,14 @@ class Run:
         there |= move(pending, paths)
         return [there[key] for key in keys]
 
+    def _inputs_of(self, batch: Batch, values: Mapping[int, Any]) -> list[Any]:
+        if not batch.at_once:
+            refs = batch.steps[0].tail.inputs
+            return [values[ref] if isinstance(ref, int) and ref in values else self._data(ref) for ref in refs]
+        full = (*batch.steps, *batch.steps[-1:] * (_AT_ONCE - len(batch.steps)))
+        rows = [[self._data(ref) for ref in step.tail.inputs] for step in full]
+        return [np.stack(column) for column in zip(*rows, strict=True)]
+
     def _data(self, ref: Ref) -> np.ndarray:
         """A literal, a small integer or the data of a key."""
         return literal_data(ref) if isinstance(ref, Literal) else self._small[ref]
@@ -403,10 +463,11 @@ class Run:
     def reports(self, compilations: Mapping[Hashable, Compilation], fresh: set[Hashable]) -> tuple[ProgramReport, ...]:
         """One report for each distinct program; ``fresh`` are the keys of those compiled for this call."""
         recipe = self._recipe
-        calls = collections.Counter(step.key for step in recipe.steps)
+        calls = collections.Counter(batch.key for batch in recipe.batches for _ in batch.steps)
         loops = recipe.keys.loops
         out = [ProgramReport("init_keys", loops, self.keys_seconds, 0, 0, False)] if loops else []
-        for key, step in recipe.distinct().items():
+        for key, batch in recipe.distinct().items():
+            step = batch.steps[0]
             compiled, seconds = compilations[key].result()
             sizes = step.bytes_per_device(recipe.graph), temporary_bytes(compiled)
             out.append(
@@ -419,10 +480,6 @@ def temporary_bytes(compiled: Any) -> int:
     """Bytes that a program allocates on each device beside its inputs and results."""
     analysis = compiled.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
-
-
-def _is_array(small: Container[int], ref: Ref) -> bool:
-    return isinstance(ref, int) and ref not in small
 
 
 def move(work: Mapping[Any, tuple[Any, Any]], paths: Sequence[str] | None = None) -> dict[Any, Any]:
