@@ -350,12 +350,11 @@ class Tail:
 def _is_input(op: Op, literal: Literal, computing: int) -> bool:
     """Whether a literal is an input of a program, so that leaves with other scales or constants share the program.
 
-    The results are the same bits, unless a compiler that knows the number removes the operation, and then computes
-    those around it as one. ``computing``: how many of the program's operations do more than move values.
+    Only where the results are the same bits: a compiler that knows several numbers computes with their product or sum.
+    ``computing``: how many of the program's operations do more than move values.
     """
-    if literal_data(literal).shape or computing == 0:
-        return not literal_data(literal).shape and op.name == "broadcast_in_dim"
-    return op.name in ("mul", "add", "sub") and (computing == 1 or abs(literal.val) not in (0, 1))
+    names = ("broadcast_in_dim",) if computing == 0 else ("mul", "add", "sub")
+    return computing <= 1 and op.name in names and literal_data(literal).shape == ()
 
 
 def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Sequence[int]) -> Tail:
