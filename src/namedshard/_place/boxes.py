@@ -1,15 +1,15 @@
-"""PURE. Boxes of arrays: what part of which piece makes up another piece."""
+"""PURE. Boxes of arrays: which part of which shard makes up another shard."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from namedshard._types import Bounds as Bounds
-from namedshard._types import Device
+from namedshard._types import Bounds, Device
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -25,24 +25,34 @@ def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
+def whole(shape: Iterable[int]) -> Bounds:
+    """The box that is all of an array."""
+    return tuple((0, n) for n in shape)
+
+
+def shape_of(box: Bounds) -> tuple[int, ...]:
+    """The size of a box along each dimension."""
+    return tuple(hi - lo for lo, hi in box)
+
+
+def volume(box: Bounds) -> int:
+    """Number of elements of a box."""
+    return math.prod(hi - lo for lo, hi in box)
+
+
+def overlap(a: Bounds, b: Bounds) -> Bounds | None:
+    """What two boxes share, or None."""
+    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return out if all(lo < hi for lo, hi in out) else None
+
+
+def local_slices(box: Bounds, within: Bounds) -> tuple[slice, ...]:
+    """A box as an index into an array that holds the box ``within``."""
+    return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, within, strict=True))
+
+
 Cut: TypeAlias = tuple[tuple[slice, ...], tuple[slice, ...]]
 """The same part of an array, as slices of one box that holds it and of another."""
-
-
-def cut(at: Bounds, source_at: Bounds) -> Cut | None:
-    """What two boxes of one array share, in each one's own coordinates; None if nothing."""
-    overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, source_at, strict=True)]
-    if not all(lo < hi for lo, hi in overlap):
-        return None
-    into = tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(overlap, at, strict=True))
-    return into, tuple(slice(lo - c, hi - c) for (lo, hi), (c, _) in zip(overlap, source_at, strict=True))
-
-
-def copy_overlap(target: np.ndarray, at: Bounds, source: np.ndarray, source_at: Bounds) -> None:
-    """Copy what two boxes of one array share from one box to the other."""
-    if (both := cut(at, source_at)) is not None:
-        target[both[0]] = source[both[1]]
-
 
 RawBounds: TypeAlias = tuple[tuple[int | None, int | None], ...]
 
@@ -69,8 +79,9 @@ def recipe(shape: tuple[int, ...], sources: tuple[Bounds, ...], want: NamedShard
         key = raw_bounds(index or ())
         if key not in made:
             at = bounds_of(index or (), shape)
-            cuts = [(i, both) for i, source in enumerate(sources) if (both := cut(at, source)) is not None]
-            made[key] = Piece(len(made), tuple(b - a for a, b in at), cuts)
+            shared = ((i, source, overlap(at, source)) for i, source in enumerate(sources))
+            cuts = [(i, (local_slices(s, at), local_slices(s, source))) for i, source, s in shared if s is not None]
+            made[key] = Piece(len(made), shape_of(at), cuts)
     return made
 
 

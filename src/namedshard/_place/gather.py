@@ -13,6 +13,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import DeletedArrayError, TracedMoveError, count_of
 from namedshard._place import exchange as ex
 from namedshard._place import transfer as collective
+from namedshard._place.boxes import whole
 from namedshard._plan.leaves import Leaf, named_leaves
 from namedshard._processes.agreement import LeafDescription, agree, describe_leaf
 from namedshard._processes.coordination import guard_exchange
@@ -85,7 +86,7 @@ def _fill(
     arrays: Sequence[jax.Array], receivers: Sequence[tuple[Device, ...]], out: Sequence[Any], budget: int
 ) -> None:
     targets = [ex.whole_on(devices, x.shape) for x, devices in zip(arrays, receivers, strict=True)]
-    buffers = {(i, ex.whole(x.shape)): o for i, (x, o) in enumerate(zip(arrays, out, strict=True)) if o is not None}
+    buffers = {(i, whole(x.shape)): o for i, (x, o) in enumerate(zip(arrays, out, strict=True)) if o is not None}
     collective.exchange(arrays, targets, buffers, budget)
 
 

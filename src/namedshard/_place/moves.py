@@ -22,10 +22,19 @@ from namedshard._errors import (
     message,
     warn_user,
 )
-from namedshard._place.boxes import Bounds, aligned_empty, bounds_of, distinct_shards, raw_bounds, recipe
+from namedshard._place.boxes import (
+    aligned_empty,
+    bounds_of,
+    distinct_shards,
+    local_slices,
+    raw_bounds,
+    recipe,
+    shape_of,
+    whole,
+)
 from namedshard._place.route import Placement, Route
 from namedshard._plan.mesh import MeshLike
-from namedshard._types import Device, Tracer
+from namedshard._types import Bounds, Device, Tracer
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -215,10 +224,9 @@ def _from_host(moves: Sequence[Move]) -> None:
             _rebuild(move)
         else:
             source = np.asarray(value)
-            whole = tuple((0, n) for n in source.shape)
             kept = jax.dtypes.canonicalize_dtype(native(source.dtype))
             with np.errstate(over="ignore"):
-                move.result = _build(source.shape, kept, move.want, (whole,), [source])
+                move.result = _build(source.shape, kept, move.want, (whole(source.shape),), [source])
     _put(rest, [m.value if isinstance(m.value, jax.Array) else _own_copy(m.value) for m in rest])
 
 
@@ -347,17 +355,18 @@ def onto_devices(
         return jax.device_put([piece] * len(places), places)
 
 
-def host_piece(piece: Any, box: Bounds) -> np.ndarray:
-    """A box of one device's piece of an array (or of a host array) as numpy; on CPUs a view of its memory."""
-    index = (*(slice(lo, hi) for lo, hi in box), ...)
-    whole = all(b == (0, n) for b, n in zip(box, piece.shape, strict=True))
-    if whole or not isinstance(piece, jax.Array) or in_host_memory(piece.sharding):
+def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
+    """A box of an array as numpy, from one device's (or the host's) piece that holds ``held``; on CPUs a view of it."""
+    slices = local_slices(box, held)
+    # The ellipsis keeps arrays of no dimensions arrays.
+    index = (*slices, ...)
+    if box == held or not isinstance(piece, jax.Array) or in_host_memory(piece.sharding):
         return np.asarray(piece)[index]
     if piece.sharding.memory_kind != _device_kind(piece.sharding):
         return np.asarray(piece)[index]
     # Only the box crosses to the host, and JAX keeps no copy of the whole piece there.
     with compat.no_context_mesh():
-        return np.asarray(jax.lax.dynamic_slice(piece, [lo for lo, _ in box], [hi - lo for lo, hi in box]))
+        return np.asarray(jax.lax.dynamic_slice(piece, [s.start for s in slices], shape_of(box)))
 
 
 def from_device_pieces(shape: tuple[int, ...], sharding: Sharding | None, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -21,7 +21,7 @@ from namedshard._place import exchange as ex
 from namedshard._place.route import CHUNK_BYTES, Route
 from namedshard._processes.agreement import agree, describe_leaf
 from namedshard._processes.coordination import guard_exchange, run_watched, wait_for_processes
-from namedshard._types import Device
+from namedshard._types import Bounds, Device
 
 
 def processes_of(move: moves.Move) -> frozenset[int]:
@@ -136,7 +136,7 @@ def raw_type(x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, x) if compat.is_key_array(x) else x
 
 
-def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]) -> jax.Array:
+def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[Bounds, np.ndarray]) -> jax.Array:
     """An array of pieces of this process, in the form (keys, weak type) that the source has."""
     if not isinstance(x, jax.Array):
         return moves.from_pieces(tuple(x.shape), jax.dtypes.canonicalize_dtype(moves.native(x.dtype)), want, pieces)
@@ -153,12 +153,12 @@ def _from_host(move: moves.Move) -> None:
     value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
     dtype = jax.dtypes.canonicalize_dtype(moves.native(value.dtype))
     want = _raw_sharding(x, move.want) if isinstance(x, jax.Array) else move.want
-    pieces: dict[boxes.Bounds, np.ndarray] = {}
+    pieces: dict[Bounds, np.ndarray] = {}
     for index in want.addressable_devices_indices_map(value.shape).values():
         box = boxes.bounds_of(index or (), value.shape)
         if box not in pieces:
-            pieces[box] = boxes.aligned_empty(tuple(b - a for a, b in box), dtype)
-            boxes.copy_overlap(pieces[box], box, value, ex.whole(value.shape))
+            pieces[box] = boxes.aligned_empty(boxes.shape_of(box), dtype)
+            pieces[box][...] = value[boxes.local_slices(box, boxes.whole(value.shape))]
     move.result = _rebuilt(x, move.want, pieces)
     if move.donate:
         x.delete()
@@ -173,11 +173,11 @@ class _Exchange:
         types = [raw_type(m.value) for m in work]
         wanted = [_raw_sharding(m.value, m.want) for m in work]
         self._targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, types, strict=True)]
-        self._buffers: dict[tuple[int, boxes.Bounds], np.ndarray] = {}
+        self._buffers: dict[tuple[int, Bounds], np.ndarray] = {}
         for i, (x, target) in enumerate(zip(types, self._targets, strict=True)):
             for box, devices in target.holders.items():
                 if any(d.process_index == me for d in devices):
-                    self._buffers[i, box] = boxes.aligned_empty(tuple(b - a for a, b in box), x.dtype)
+                    self._buffers[i, box] = boxes.aligned_empty(boxes.shape_of(box), x.dtype)
 
     def run(self) -> None:
         """Carry them out; every process that has made one does."""
@@ -185,7 +185,7 @@ class _Exchange:
             return
         crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
         exchange([raw(m.value) for m in self._work], self._targets, self._buffers, CHUNK_BYTES * crowd)
-        pieces: list[dict[boxes.Bounds, np.ndarray]] = [{} for _ in self._work]
+        pieces: list[dict[Bounds, np.ndarray]] = [{} for _ in self._work]
         for (i, box), buffer in self._buffers.items():
             pieces[i][box] = buffer
         for move, made in zip(self._work, pieces, strict=True):
@@ -197,7 +197,7 @@ class _Exchange:
 def exchange(
     arrays: Sequence[jax.Array],
     targets: Sequence[ex.Layout],
-    buffers: Mapping[tuple[int, boxes.Bounds], np.ndarray],
+    buffers: Mapping[tuple[int, Bounds], np.ndarray],
     budget: int,
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
@@ -219,18 +219,17 @@ def exchange(
     schedule = ex.schedule(changes, jax.process_index(), budget)
     shards: dict[int, dict[Device, Any]] = {}
 
-    def read(leaf: int, piece: ex.Piece, box: boxes.Bounds) -> np.ndarray:
+    def read(leaf: int, piece: ex.Piece, box: Bounds) -> np.ndarray:
         if leaf not in shards:
             shards[leaf] = {s.device: s.data for s in arrays[leaf].addressable_shards}
-        within = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(box, piece.source_box, strict=True))
-        return moves.host_piece(shards[leaf][piece.source], within)
+        return moves.read_box(shards[leaf][piece.source], piece.source_box, box)
 
-    def write(leaf: int, piece: ex.Piece, box: boxes.Bounds, data: np.ndarray) -> None:
-        buffers[leaf, piece.target_box][ex.local_box(box, piece.target_box)] = data
+    def write(leaf: int, piece: ex.Piece, box: Bounds, data: np.ndarray) -> None:
+        buffers[leaf, piece.target_box][boxes.local_slices(box, piece.target_box)] = data
 
     for leaf, piece in schedule.local:
         limit = max(budget, ex.SMALLEST_SLOT) // arrays[leaf].dtype.itemsize
-        size = ex.elements(piece.box)
+        size = boxes.volume(piece.box)
         for first in range(0, size, limit):
             for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
                 write(leaf, piece, box, read(leaf, piece, box))
@@ -241,9 +240,8 @@ def exchange(
 
 
 def _slot(memory: np.ndarray, fragment: ex.Fragment, dtype: Any) -> np.ndarray:
-    shape = tuple(b - a for a, b in fragment.box)
-    size = ex.elements(fragment.box) * dtype.itemsize
-    return memory[fragment.offset : fragment.offset + size].view(dtype).reshape(shape)
+    size = boxes.volume(fragment.box) * dtype.itemsize
+    return memory[fragment.offset : fragment.offset + size].view(dtype).reshape(boxes.shape_of(fragment.box))
 
 
 def _run_phase(
