@@ -27,7 +27,7 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard._place import moves as _moves
+from namedshard._place import local as _local
 
 BASE = counting(8, 16)
 MAPPING = {"a": "data", "b": "model"}
@@ -42,7 +42,7 @@ def put(x: Any, where: Any, *spec: Any, kind: str = "device") -> jax.Array:
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPUs have a way of their own; the ones that other devices take must be right as well, and run here too."""
     if request.param == "as on accelerators":
-        monkeypatch.setattr(_moves, "_on_cpu", lambda sharding: False)
+        monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
     yield
 
 

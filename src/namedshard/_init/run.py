@@ -32,7 +32,7 @@ from namedshard._init.tails import (
     tail_of,
 )
 from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, trace
-from namedshard._place.moves import change_memory
+from namedshard._place.local import change_memory
 from namedshard._place.shard import place_leaves
 from namedshard._plan.mapping import AxisMapping
 from namedshard._plan.mesh import MeshLike

@@ -15,7 +15,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of
 from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
-from namedshard._place.moves import change_memory, check_narrowing
+from namedshard._place.local import change_memory, check_narrowing
 from namedshard._place.shard import check_memory_of
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
 from namedshard._plan.mesh import context_mesh
@@ -124,8 +124,7 @@ def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
 
 def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> list[Any]:
     _check_deleted(leaves, chosen)
-    on_host = [leaves[i] for i in chosen if not isinstance(leaves[i].value, jax.Array | jax.ShapeDtypeStruct)]
-    check_narrowing(on_host, len(leaves))
+    check_narrowing(((leaves[i].path, leaves[i].value) for i in chosen), len(leaves))
     values = [leaf.value for leaf in leaves]
     for i, moved in zip(chosen, change_memory([values[i] for i in chosen], memory_kind), strict=True):
         values[i] = moved

@@ -1,13 +1,12 @@
 """PURE. Boxes of arrays: which part of which shard makes up another shard."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from namedshard._types import Bounds, Device
 
@@ -51,38 +50,16 @@ def local_slices(box: Bounds, within: Bounds) -> tuple[slice, ...]:
     return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, within, strict=True))
 
 
-Cut: TypeAlias = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""The same part of an array, as slices of one box that holds it and of another."""
-
-RawBounds: TypeAlias = tuple[tuple[int | None, int | None], ...]
-
-
-def raw_bounds(index: tuple[slice, ...]) -> RawBounds:
-    """An index as JAX gives it, as a key: slices cannot be one before Python 3.12."""
-    return tuple([(s.start, s.stop) for s in index])
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Piece:
-    """One distinct shard of a wanted array: its number and shape, and the parts of sources that it is copied from."""
-
-    number: int
-    shape: tuple[int, ...]
-    cuts: list[tuple[int, Cut]]
-
-
 @functools.lru_cache(maxsize=4096)
-def recipe(shape: tuple[int, ...], sources: tuple[Bounds, ...], want: NamedSharding) -> dict[RawBounds, Piece]:
-    """Every piece of a wanted array, by the index that JAX asks for it with."""
-    made: dict[RawBounds, Piece] = {}
-    for index in want.addressable_devices_indices_map(shape).values():
-        key = raw_bounds(index or ())
-        if key not in made:
-            at = bounds_of(index or (), shape)
-            shared = ((i, source, overlap(at, source)) for i, source in enumerate(sources))
-            cuts = [(i, (local_slices(s, at), local_slices(s, source))) for i, source, s in shared if s is not None]
-            made[key] = Piece(len(made), shape_of(at), cuts)
-    return made
+def shard_sources(
+    shape: tuple[int, ...], sources: tuple[Bounds, ...], want: Sharding
+) -> dict[Bounds, list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]]:
+    """For each box that this process's devices want: (source number, slices of the box, slices of the source)."""
+    found: dict[Bounds, list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]] = {}
+    for box in distinct_shards(shape, want):
+        shared = ((i, source, overlap(box, source)) for i, source in enumerate(sources))
+        found[box] = [(i, local_slices(s, box), local_slices(s, source)) for i, source, s in shared if s is not None]
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -86,7 +86,7 @@ def _fill(
     arrays: Sequence[jax.Array], receivers: Sequence[tuple[Device, ...]], out: Sequence[Any], budget: int
 ) -> None:
     targets = [ex.whole_on(devices, x.shape) for x, devices in zip(arrays, receivers, strict=True)]
-    buffers = {(i, whole(x.shape)): o for i, (x, o) in enumerate(zip(arrays, out, strict=True)) if o is not None}
+    buffers = [{} if o is None else {whole(x.shape): o} for x, o in zip(arrays, out, strict=True)]
     collective.exchange(arrays, targets, buffers, budget)
 
 

@@ -24,9 +24,10 @@ from namedshard._errors import (
     message,
     warn_user,
 )
-from namedshard._place import moves
+from namedshard._place import local
 from namedshard._place import transfer as collective
-from namedshard._place.route import Placement, Route, placement_of, route_for, same_place, wanted_memory_kind
+from namedshard._place.route import Move, Placement, Route, placement_of, route_for, same_place, wanted_memory_kind
+from namedshard._place.traced import check_mixed, check_traced_kind
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
@@ -221,9 +222,9 @@ def _execute(
     planned_leaves = entry.plan.leaves
     nows = {i: placement_of(x, staging) for i, x in enumerate(leaves) if planned_leaves[i].spec is not None}
     _check_concrete(entry.plan.mesh, list(nows.values()), len(leaves))
-    work: list[moves.Move] = []
-    moved: dict[tuple[int, NamedSharding], moves.Move] = {}
-    slots: list[moves.Move | None] = []
+    work: list[Move] = []
+    moved: dict[tuple[int, NamedSharding], Move] = {}
+    slots: list[Move | None] = []
     for i, (leaf, planned) in enumerate(zip(leaves, planned_leaves, strict=True)):
         now = nows.get(i)
         if now is None:
@@ -233,7 +234,7 @@ def _execute(
         # Tied leaves, one array object in two places, stay one array.
         move = moved.get((id(leaf), want))
         if move is None:
-            move = moves.Move(planned.path, leaf, now, want, route_for(now, want, leaf.shape))
+            move = Move(planned.path, leaf, now, want, route_for(now, want, leaf.shape))
             moved[(id(leaf), want)] = move
             work.append(move)
         slots.append(move)
@@ -245,13 +246,13 @@ def _execute(
     return [leaf if move is None else move.result for leaf, move in zip(leaves, slots, strict=True)]
 
 
-def _run(work: Sequence[moves.Move], manual: frozenset[str]) -> None:
+def _run(work: Sequence[Move], manual: frozenset[str]) -> None:
     """Carry out moves, those that involve other processes first."""
     concrete = any(m.route not in (Route.ANNOTATE, Route.TRACED) for m in work)
-    moves.run(collective.run(work) if concrete and jax.process_count() > 1 else work, manual=manual)
+    local.run(collective.run(work) if concrete and jax.process_count() > 1 else work, manual=manual)
 
 
-def _give_up(work: Sequence[moves.Move], leaves: Sequence[Any], slots: Sequence[moves.Move | None]) -> list[jax.Array]:
+def _give_up(work: Sequence[Move], leaves: Sequence[Any], slots: Sequence[Move | None]) -> list[jax.Array]:
     """Let each source that is nowhere kept be consumed by its move; returns those that several moves read."""
     kept = {id(x) for x, move in zip(leaves, slots, strict=True) if move is None or move.route is Route.KEEP}
     movable = [m for m in work if m.now.kind == "array" and id(m.value) not in kept]
@@ -261,14 +262,14 @@ def _give_up(work: Sequence[moves.Move], leaves: Sequence[Any], slots: Sequence[
     return list({id(m.value): m.value for m in movable if not m.donate}.values())
 
 
-def _check(work: Sequence[moves.Move], plan: Plan, memory_kind: str | None) -> None:
+def _check(work: Sequence[Move], plan: Plan, memory_kind: str | None) -> None:
     """Everything that can be known to fail, before anything moves."""
     total = len(plan.leaves)
     _check_deleted(work, total)
     if traced := [m for m in work if m.route is Route.TRACED]:
         _check_traced(traced, plan.mesh, total)
-        moves.check_mixed(traced, total)
-    moves.check_narrowing(work, total)
+        check_mixed(traced, total)
+    local.check_narrowing(((m.path, m.value) for m in work), total)
 
 
 def _check_concrete(mesh: MeshLike, nows: Sequence[Placement], total: int) -> None:
@@ -280,7 +281,7 @@ def _check_concrete(mesh: MeshLike, nows: Sequence[Placement], total: int) -> No
         )
 
 
-def _check_deleted(work: Sequence[moves.Move], total: int) -> None:
+def _check_deleted(work: Sequence[Move], total: int) -> None:
     gone = [at(m.path) for m in work if m.now.kind == "array" and m.value.is_deleted()]
     if gone:
         raise DeletedArrayError(
@@ -307,10 +308,10 @@ def check_memory_of(local: Sequence[Device], memory_kind: str) -> None:
             )
 
 
-def _check_traced(traced: Sequence[moves.Move], mesh: MeshLike, total: int) -> None:
+def _check_traced(traced: Sequence[Move], mesh: MeshLike, total: int) -> None:
     """JAX ignores a traced ``device_put`` to other devices, and its errors about constraints name no leaf."""
     for move in traced:
-        moves.check_traced_kind(move.want.memory_kind)
+        check_traced_kind(move.want.memory_kind)
     context = context_mesh()
     if not (isinstance(context, Mesh) and isinstance(mesh, Mesh)) or device_ids(context) == device_ids(mesh):
         return
@@ -364,15 +365,15 @@ def place_leaves(
         DeletedArrayError, MixedAxesError, NarrowingError: As `shard` does, before anything moves.
     """
     staging = compat.staging()
-    work: list[moves.Move] = []
+    work: list[Move] = []
     for i, want in wanted:
         now = placement_of(values[i], staging)
         route = route_for(now, want, values[i].shape)
         given_up = i in donate and isinstance(values[i], jax.Array) and route is not Route.TRACED
-        work.append(moves.Move(paths[i], values[i], now, want, route, given_up))
+        work.append(Move(paths[i], values[i], now, want, route, given_up))
     _check_deleted(work, len(values))
-    moves.check_mixed([m for m in work if m.route is Route.TRACED], len(values))
-    moves.check_narrowing(work, len(values))
+    check_mixed([m for m in work if m.route is Route.TRACED], len(values))
+    local.check_narrowing(((m.path, m.value) for m in work), len(values))
     _run(work, manual_axes())
     out = list(values)
     for (i, _), move in zip(wanted, work, strict=True):

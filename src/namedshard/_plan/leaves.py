@@ -70,6 +70,16 @@ def jax_can_hold(dtype: Any) -> bool:
 _NO_JAX_DTYPE = "mgG"
 
 
+def native_dtype(dtype: Any) -> Any:
+    """The dtype in this machine's byte order, which is the only one that JAX takes."""
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).newbyteorder("=")
+
+
+def jax_dtype(dtype: Any) -> Any:
+    """The dtype of the JAX array made from a host array: narrowed where 64-bit types are disabled."""
+    return jax.dtypes.canonicalize_dtype(native_dtype(dtype), allow_extended_dtype=True)
+
+
 def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...] | None, str]:
     if len(value.shape) != len(names):
         return None, f"names ({', '.join(names)}) do not fit rank {len(value.shape)}; left as it is"

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from namedshard._errors import NarrowingError, at
-from namedshard._place import boxes, moves
+from namedshard._place import boxes, local
 from namedshard._place.gather import parse_bytes
 from namedshard._plan.mapping import MappingLike, Policy
 from namedshard._plan.mesh import MeshLike
@@ -133,8 +133,8 @@ def _raise_unfit(batch: Batch) -> None:
 def _assemble(target: Target, shards: Mapping[Bounds, Any]) -> jax.Array:
     """A leaf's array from its shards of this process: host memory, or lists of arrays on devices."""
     if any(isinstance(data, list) for data in shards.values()):
-        return moves.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
-    return moves.from_pieces(target.shape, target.dtype, target.sharding, shards)
+        return local.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
+    return local.from_pieces(target.shape, target.dtype, target.sharding, shards)
 
 
 def _read_batch(
@@ -148,7 +148,7 @@ def _read_batch(
 
 def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
-    staged = not all(moves.in_host_memory(t.sharding) for t in targets)
+    staged = not all(local.on_cpus(t.sharding) for t in targets)
     needed = {t.index: _local_bounds(t) for t in targets}
     # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
     arrays = {t.index: _assemble(t, {}) for t in targets if not needed[t.index]}
@@ -162,7 +162,7 @@ def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Pr
             for target, shard in _read_batch(wanted, files, budget // 2, advance):
                 data = shard.array
                 if staged:
-                    data = moves.onto_devices(target.shape, target.sharding, shard.bounds, data)
+                    data = local.onto_devices(target.shape, target.sharding, shard.bounds, data)
                     placed += data
                 shards[target.index][shard.bounds] = data
                 if len(shards[target.index]) == len(needed[target.index]):

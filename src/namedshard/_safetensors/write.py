@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes
-from namedshard._place import boxes, exchange, moves
+from namedshard._place import boxes, exchange, local
 from namedshard._place import transfer as collective
 from namedshard._processes.coordination import (
     ProcessFailed,
@@ -156,7 +156,7 @@ class HostShards:
 def _read_box(part: Part, box: Bounds, bounds: Bounds, data: Any) -> np.ndarray:
     """A box of a part from a shard that has all of it."""
     region = leaf_bounds(part, box)
-    return leaf_view(part, box, moves.read_box(data, bounds, region), [lo for lo, _ in region])
+    return leaf_view(part, box, local.read_box(data, bounds, region), [lo for lo, _ in region])
 
 
 def distinct_shards(value: Any) -> HostShards:
@@ -174,11 +174,10 @@ def gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> 
     """A region of a shared array on one process; None on the others. A collective."""
     device = next(d for d in jax.devices() if d.process_index == owner)
     target = exchange.layout({device: region}, value.ndim)
-    buffers: dict[tuple[int, Bounds], np.ndarray] = {}
-    if owner == jax.process_index():
-        buffers[0, region] = np.empty(boxes.shape_of(region), value.dtype)
-    collective.exchange([value], [target], buffers, budget)
-    return HostShards(value.dtype, [(region, buffer) for (_, region), buffer in buffers.items()]) if buffers else None
+    mine = owner == jax.process_index()
+    buffers = {region: np.empty(boxes.shape_of(region), value.dtype)} if mine else {}
+    collective.exchange([value], [target], [buffers], budget)
+    return HostShards(value.dtype, list(buffers.items())) if mine else None
 
 
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
