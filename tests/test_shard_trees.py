@@ -209,10 +209,10 @@ def fails(kind: type[Exception], text: str, tree: Any, where: Any = M8, **option
 def test_deleted_arrays() -> None:
     fails(
         ns.DeletedArrayError,
-        "2 of 4 leaves cannot be placed: the array was donated or deleted\n"
+        "shard: 2 of 4 leaves donated or deleted\n"
         "  ['r']\n"
         "  ['s'][0]\n"
-        "  fix: keep the result of the call that the array was donated to, and shard that",
+        "  fix: keep the result of the call that the array was donated to, and use that",
         {"r": na(gone(), "b"), "s": [na(gone(), "b")], "plain": gone()},
     )
     placed = ns.shard(na(counting(8), "b"), {"b": "data"}, M8)

@@ -150,6 +150,15 @@ def message(headline: str, lines: Iterable[str] = (), fix: str | None = None) ->
     return "\n".join(out)
 
 
+def deleted_arrays(what: str, paths: Sequence[str], total: int) -> DeletedArrayError:
+    """The error for arrays that were donated or deleted; ``total`` counts the leaves looked at."""
+    return DeletedArrayError(
+        f"{what}: {count_of(len(paths), total)} donated or deleted",
+        map(at, paths),
+        fix="keep the result of the call that the array was donated to, and use that",
+    )
+
+
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """``" (did you mean 'model'?)"`` when something close is known, else an empty string."""
     close = difflib.get_close_matches(word, known, n=1)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of
+from namedshard._errors import MemoryKindError, OffloadError, count_of, deleted_arrays
 from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
 from namedshard._place.local import change_memory, check_narrowing
@@ -114,12 +114,8 @@ def _a_device(leaves: Sequence[Leaf]) -> Device:
 def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
     values = {leaves[i].path: leaves[i].value for i in chosen}
     arrays = {path: x for path, x in values.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
-    if gone := [at(path) for path, x in arrays.items() if x.is_deleted()]:
-        raise DeletedArrayError(
-            f"{count_of(len(gone), len(leaves))} cannot be moved: the array was donated or deleted",
-            gone,
-            fix="keep the result of the call that the array was donated to, and use that",
-        )
+    if gone := [path for path, x in arrays.items() if x.is_deleted()]:
+        raise deleted_arrays("offload", gone, len(leaves))
 
 
 def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> list[Any]:

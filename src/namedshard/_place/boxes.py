@@ -15,13 +15,13 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Host memory aligned so that a CPU device takes it over instead of copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
-    start = -raw.__array_interface__["data"][0] % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, raw, -raw.__array_interface__["data"][0] % 64)
 
 
 def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     """Start and stop of each dimension."""
-    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+    # Lists, here and below, since tuples of generators take twice as long, and moves of small arrays count it.
+    return tuple([s.indices(n)[:2] for s, n in zip(index, shape, strict=True)])
 
 
 def whole(shape: Iterable[int]) -> Bounds:
@@ -31,7 +31,7 @@ def whole(shape: Iterable[int]) -> Bounds:
 
 def shape_of(box: Bounds) -> tuple[int, ...]:
     """The size of a box along each dimension."""
-    return tuple(hi - lo for lo, hi in box)
+    return tuple([hi - lo for lo, hi in box])
 
 
 def volume(box: Bounds) -> int:

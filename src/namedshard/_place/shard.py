@@ -4,8 +4,6 @@ A tree is planned and checked whole before the first byte moves, and work is bat
 """
 
 import collections
-import contextlib
-import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,13 +12,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
+from namedshard._cache import BoundedCache
 from namedshard._errors import (
-    DeletedArrayError,
     MemoryKindError,
     NoMeshError,
     TracedMoveError,
     at,
     count_of,
+    deleted_arrays,
     message,
     warn_user,
 )
@@ -55,28 +54,8 @@ class _Entry:
         return found
 
 
-class _PlanCache:
-    """Recently used plans. A plan depends on structure, avals, mapping, mesh and the Manual axes in force."""
-
-    def __init__(self, size: int):
-        self._size = size
-        self._entries: collections.OrderedDict[Hashable, _Entry] = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> _Entry | None:
-        # A tree may hold static fields that cannot be hashed, or compared (numpy arrays): it is planned each time.
-        with contextlib.suppress(TypeError, ValueError):
-            return self._entries.get(key)
-        return None
-
-    def put(self, key: Hashable, entry: _Entry) -> None:
-        with self._lock, contextlib.suppress(TypeError, ValueError):
-            self._entries[key] = entry
-            while len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-
-
-_plans = _PlanCache(512)
+# A plan depends on structure, avals, mapping, mesh and the Manual axes in force.
+_plans: BoundedCache[_Entry] = BoundedCache(512)
 
 
 def _signature(leaf: Any) -> Hashable:
@@ -100,8 +79,7 @@ def _entry_for(
     entry = _plans.get(key)
     if entry is None:
         plan = plan_leaves(named_leaves(tree), treedef, mapping, mesh, memory_kind=memory_kind, manual=manual)
-        entry = _Entry(plan)
-        _plans.put(key, entry)
+        entry = _plans.put(key, _Entry(plan))
     return entry
 
 
@@ -282,13 +260,8 @@ def _check_concrete(mesh: MeshLike, nows: Sequence[Placement], total: int) -> No
 
 
 def _check_deleted(work: Sequence[Move], total: int) -> None:
-    gone = [at(m.path) for m in work if m.now.kind == "array" and m.value.is_deleted()]
-    if gone:
-        raise DeletedArrayError(
-            f"{count_of(len(gone), total)} cannot be placed: the array was donated or deleted",
-            gone,
-            fix="keep the result of the call that the array was donated to, and shard that",
-        )
+    if gone := [m.path for m in work if m.now.kind == "array" and m.value.is_deleted()]:
+        raise deleted_arrays("shard", gone, total)
 
 
 def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
