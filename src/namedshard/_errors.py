@@ -185,6 +185,16 @@ def human_bytes(n: int) -> str:
 _NOT_THE_CALLERS = ("namedshard", "contextlib", "jax", "equinox", "haliax")
 
 
+_warned: set[str] = set()
+
+
+def warn_once(text: str, category: type[Warning] = UserWarning) -> None:
+    """`warn_user`, once for each text."""
+    if text not in _warned:
+        _warned.add(text)
+        warn_user(text, category)
+
+
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the caller's code that led here, whatever the depth."""
     level, frame = 1, sys._getframe(0)  # pyright: ignore[reportPrivateUsage]

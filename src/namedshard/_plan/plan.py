@@ -25,7 +25,7 @@ from namedshard._errors import (
     count_of,
     did_you_mean,
     message,
-    warn_user,
+    warn_once,
 )
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
 from namedshard._plan.mapping import (
@@ -358,15 +358,9 @@ def plan_leaves(
     return Plan(tuple(out), mapping, mesh, treedef)
 
 
-_warned: set[str] = set()
-
-
 def _warn_replicated(found: list[tuple[str, str]], total: int) -> None:
     bad = count_of(len({path for path, _ in found}), total)
-    text = message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{at(p)}: {t}" for p, t in found])
-    if text not in _warned:
-        _warned.add(text)
-        warn_user(text)
+    warn_once(message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{at(p)}: {t}" for p, t in found]))
 
 
 def with_policy(mapping: AxisMapping, indivisible: Policy | None) -> AxisMapping:
