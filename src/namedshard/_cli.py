@@ -18,7 +18,7 @@ from namedshard._errors import NamedShardError, did_you_mean
 from namedshard._explain.explain import Explanation, Stored, explain_leaves
 from namedshard._explain.report import Lint
 from namedshard._plan.leaves import Leaf
-from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first
+from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first, spec_entry
 from namedshard._safetensors.header import TensorInfo
 from namedshard._safetensors.index import read_header
 
@@ -77,7 +77,7 @@ def _candidate(text: str, whole: str) -> MeshAxes:
         raise UsageError(
             f"{whole!r} is not a rule: write NAME=model, NAME=data+model, NAME=none or 'NAME=model|data|none'"
         )
-    return names[0] if len(names) == 1 else names
+    return spec_entry(names)
 
 
 def parse_rule(text: str) -> tuple[str, Rule]:

@@ -11,14 +11,14 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import MemoryKindError, MixedAxesError, TracedMoveError, at, count_of
 from namedshard._place.route import Move
 from namedshard._plan.leaves import jax_dtype, native_dtype
+from namedshard._plan.mapping import axis_names, spec_entry
 from namedshard._plan.mesh import MeshLike
 from namedshard._types import Tracer
 
 
 def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
     """A spec without the mesh axes that are not among these."""
-    kept = (tuple(n for n in ((e,) if isinstance(e, str) else e or ()) if n in names) for e in spec)
-    return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
+    return PartitionSpec(*(spec_entry([n for n in axis_names(entry) if n in names]) for entry in spec))
 
 
 def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec, *, is_argument: bool) -> Any:
