@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from namedshard._errors import NamedShardError, did_you_mean
+from namedshard._errors import NamedShardError, did_you_mean, message
 from namedshard._explain.explain import Explanation, Stored, explain_leaves
 from namedshard._explain.report import Lint
 from namedshard._plan.leaves import Leaf
@@ -117,11 +117,9 @@ def named_tensors(tensors: Mapping[str, TensorInfo], patterns: Sequence[AxesPatt
             wrong.append(f"{name}: its shape is {info.shape}, but {hits[0].text!r} names ({', '.join(names)})")
         leaves.append(Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), names))
     if wrong:
-        raise UsageError(
-            f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names",
-            wrong,
-            fix="name every dimension, and give the narrower pattern first: the first that matches a tensor counts",
-        )
+        headline = f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names"
+        fix = "name every dimension, and give the narrower pattern first: the first that matches a tensor counts"
+        raise UsageError(message(headline, wrong, fix))
     return leaves, [*_unmatched(patterns, matched, tensors), *_unnamed(leaves)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
@@ -126,10 +126,11 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
 # --- between devices of this process ----------------------------------------------------------------------------------
 
 
-def on_cpus(sharding: Sharding | None) -> bool:
-    """True if all devices of a sharding (None: the default device) are CPUs, whose memory numpy sees."""
-    devices = jax.local_devices()[:1] if sharding is None else sharding.device_set
-    return all(d.platform == "cpu" for d in devices)
+def on_cpus(where: Sharding | Mesh | None) -> bool:
+    """True if all devices of a sharding or mesh (None: the default device) are CPUs, whose memory numpy sees."""
+    if where is None:
+        return jax.local_devices()[0].platform == "cpu"
+    return all(d.platform == "cpu" for d in (where.devices.flat if isinstance(where, Mesh) else where.device_set))
 
 
 def _copy_into_shards(
