@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from rich.console import Console
 
 from namedshard._errors import NamedShardError, did_you_mean, message
-from namedshard._explain.explain import Explanation, Stored, explain_leaves
+from namedshard._explain.explain import Explanation, explain_leaves
 from namedshard._explain.report import Lint
 from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first, spec_entry
@@ -140,9 +140,7 @@ def explain_checkpoint(path: str, mesh: AbstractMesh, mapping: AxisMapping, axes
     """What a plan would do with a checkpoint's tensors; reads nothing but headers."""
     leaves, lints = named_tensors(read_header(path), axes)
     treedef = jax.tree_util.tree_structure([0] * len(leaves))
-    return explain_leaves(
-        leaves, treedef, mapping, mesh, stored=Stored("in file", "read", "left replicated"), lints=lints
-    )
+    return explain_leaves(leaves, treedef, mapping, mesh, in_file=True, lints=lints)
 
 
 def _parser() -> argparse.ArgumentParser:

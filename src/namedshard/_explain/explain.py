@@ -1,6 +1,5 @@
 """What a plan would do with a tree and why: `explain`."""
 
-import dataclasses
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,16 +26,7 @@ LARGE = 16 * 2**20
 """Bytes from which a replicated leaf is worth a lint."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
-    """How to show leaves that lie in a file: where they are, the route of those with axes, and of those without."""
-
-    now: str
-    route: str
-    left: str
-
-
-class Explanation:
+class Explanation(Findings):
     """What a plan would do with a tree and why; made by `explain`.
 
     ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in colour.
@@ -47,11 +37,6 @@ class Explanation:
         lints: What is not wrong but probably not meant; a tuple of `Lint`.
         totals: Sums over the tree, in bytes.
     """
-
-    def __init__(self, plan: Plan, found: Findings):
-        self.plan = plan
-        self.rows, self.lints, self.totals = found.rows, found.lints, found.totals
-        self._found = found
 
     @property
     def ok(self) -> bool:
@@ -67,11 +52,11 @@ class Explanation:
         """
         if width is None:
             width = shutil.get_terminal_size((120, 24)).columns
-        return "\n".join(line.plain for line in report.lines(self._found, width, all=all))
+        return "\n".join(line.plain for line in report.lines(self, width, all=all))
 
     def to_json(self, indent: int | None = 2) -> str:
         """Everything, leaf by leaf, as JSON; sizes are in bytes."""
-        return report.to_json(self._found, indent)
+        return report.to_json(self, indent)
 
     def __str__(self) -> str:
         return self.table()
@@ -81,14 +66,14 @@ class Explanation:
         return f"<Explanation of {t.leaves} leaves on mesh {describe(self.plan.mesh)}: {t.problems} problems>"
 
     def _repr_html_(self) -> str:
-        return report.to_html(self._found)
+        return report.to_html(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield from self.lines(options.max_width)
 
     def lines(self, width: int, *, all: bool = False) -> Iterator[Text]:
         """The table as styled `rich.text.Text` lines; see `table`."""
-        for line in report.lines(self._found, width, all=all):
+        for line in report.lines(self, width, all=all):
             line.no_wrap, line.overflow = True, "ignore"
             yield line
 
@@ -146,12 +131,12 @@ def explain_leaves(
     mesh: MeshLike,
     *,
     memory_kind: str | None = None,
-    stored: Stored | None = None,
+    in_file: bool = False,
     lints: Iterable[Lint] = (),
 ) -> Explanation:
     """Explain leaves that are walked already.
 
-    ``stored`` says what to show of leaves that are not in memory at all; ``lints`` are added to those found here.
+    ``in_file`` is for the tensors of a checkpoint, which have no placement; ``lints`` are added to those found here.
     """
     problems: list[Problem] = []
     manual = manual_axes()
@@ -169,18 +154,18 @@ def explain_leaves(
         if leaf.own is not None and any(name in leaf.own.rules for name in leaf.names or ()):
             why.append(f"carries its own mapping {dict(leaf.own.rules)!r}")
         told = tuple(w for w in (*why, planned.note) if w)
-        if stored is None:
-            found.append(_row(planned, leaf.value, told, bad, mesh, memory_kind, staging))
+        if in_file:
+            route = "error" if bad else "left replicated" if planned.spec is None else "read"
+            found.append(Row(planned.path, planned, "in file", route, told, bad, memory_kind=memory_kind))
         else:
-            route = "error" if bad else stored.left if planned.spec is None else stored.route
-            found.append(Row(planned.path, planned, stored.now, route, told, bad, memory_kind=memory_kind))
+            found.append(_row(planned, leaf.value, told, bad, mesh, memory_kind, staging))
     rows = tuple(found)
     axes = list(dict.fromkeys(name for row in rows for name, _ in row.plan.axes or ()))
     ruled = {*mapping.rules, *(c.axis for row in rows for c in row.plan.why if c.rule is not None)}
     lints = (*lints, *_lints(rows, axes, mapping, mesh, manual))
     unmapped = tuple(name for name in axes if name not in ruled)
     fixing = tuple(fixes(problems, mesh, manual))
-    return Explanation(plan, Findings(mesh, mapping, rows, lints, _totals(plan, rows), unmapped, fixing))
+    return Explanation(plan, rows, lints, _totals(plan, rows), unmapped, fixing)
 
 
 def _row(
@@ -278,12 +263,11 @@ def _used(plan: LeafPlan) -> set[str]:
 def _lints(
     rows: Sequence[Row], axes: Sequence[str], mapping: AxisMapping, mesh: MeshLike, manual: frozenset[str]
 ) -> Iterator[Lint]:
-    unmatched = [key for key in mapping.rules if key not in axes]
-    far = [key for key in unmatched if not did_you_mean(key, axes)]
-    for key in unmatched:
-        if key not in far:
-            yield Lint("unmatched key", f"mapping key {key!r} matches no axis{did_you_mean(key, axes)}")
-    if far:
+    unmatched = {key: did_you_mean(key, axes) for key in mapping.rules if key not in axes}
+    for key, hint in unmatched.items():
+        if hint:
+            yield Lint("unmatched key", f"mapping key {key!r} matches no axis{hint}")
+    if far := [key for key, hint in unmatched.items() if not hint]:
         keys = f"key{'s' * (len(far) > 1)} {', '.join(map(repr, far))} match{'es' * (len(far) == 1)}"
         yield Lint("unmatched key", f"mapping {keys} no axis{_known(axes)}")
     for key, rule in mapping.rules.items():
