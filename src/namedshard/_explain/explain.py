@@ -29,7 +29,7 @@ LARGE = 16 * 2**20
 class Explanation(Findings):
     """What a plan would do with a tree and why; made by `explain`.
 
-    ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in colour.
+    ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in color.
 
     Attributes:
         plan: The `Plan`. Where a leaf has a problem, the axis concerned is unsharded in it.

@@ -3,7 +3,7 @@
 Pieces are the overlaps of source shards and target shards, so nothing moves that need not. All that one device sends
 to another is a stream of bytes; streams advance together, a slot of a fixed number of bytes at a time. A round is a
 partial permutation of the devices, in which each sends at most one slot and receives at most one (a greedy edge
-colouring of the bipartite graph of senders and receivers).
+coloring of the bipartite graph of senders and receivers).
 """
 
 import bisect
@@ -285,7 +285,7 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
     while active := sorted((pair for pair, size in sizes.items() if size > start), key=lambda p: (-sizes[p], p)):
         left = [sizes[pair] - start for pair in active]
         length = left[0] if len(left) * left[0] <= 1.25 * sum(left) else left[len(left) // 2]
-        rounds = _colour(active)
+        rounds = _color_edges(active)
         most = max(SMALLEST_SLOT, budget // (_SHARES * len(rounds)) // ALIGNMENT * ALIGNMENT)
         slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(-(-length // -(-length // most)))))
         steps = -(-length // slot_bytes)
@@ -294,7 +294,7 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _colour(pairs: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
+def _color_edges(pairs: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
     rounds: list[list[Pair]] = []
     sending: dict[int, int] = collections.defaultdict(int)
     receiving: dict[int, int] = collections.defaultdict(int)
