@@ -33,7 +33,7 @@ from namedshard._init.tails import (
     tail_of,
 )
 from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, struct_of, trace
-from namedshard._place.moves import all_cpu, change_memory
+from namedshard._place.local import change_memory, on_cpus
 from namedshard._place.shard import place_leaves
 from namedshard._plan.mapping import AxisMapping
 from namedshard._plan.mesh import MeshLike
@@ -329,8 +329,7 @@ def make_recipe(
         inexact = sharded and (tail.reduces or (short and not whole))
         steps.append(Step(tail, shardings, at, (tail.key, shardings, at, settings), inexact))
     shared = frozenset(ref for step in steps for ref in step.tail.inputs if isinstance(ref, int))
-    devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.local_devices()[:1]
-    batches = _in_batches(steps, graph, keys.values, all_cpu(devices))
+    batches = _in_batches(steps, graph, keys.values, on_cpus(mesh if isinstance(mesh, Mesh) else None))
     return Recipe(graph, traced, destinations, mesh, refs, keys, batches, moves, wants, shared)
 
 

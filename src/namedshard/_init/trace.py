@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError
+from namedshard._errors import deleted_arrays
 from namedshard._init.tails import array_type, placed_by
 from namedshard._jit.signature import held_values, number_types, static_key
 from namedshard._plan.leaves import named_leaves, path_string
@@ -98,13 +98,7 @@ class Request:
         gone = [i for i in self.dynamic if isinstance(x := self.leaves[i], compat.ArrayImpl) and x.is_deleted()]
         if gone:
             paths = self.paths()
-            total = len(self.dynamic)
-            raise DeletedArrayError(
-                f"init: {len(gone)} of {total} {'argument' if total == 1 else 'arguments'} cannot be read:"
-                " the array was donated or deleted",
-                [_argument_path(paths[i]) for i in gone],
-                fix="pass an array that is still alive",
-            )
+            raise deleted_arrays("init", [_argument_path(paths[i]) for i in gone], len(self.dynamic))
 
     def key(self, forget: Callable[[Any], None]) -> Hashable:
         """What tracing depends on. Functions count by identity and aren't kept alive by the key.

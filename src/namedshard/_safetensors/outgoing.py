@@ -14,8 +14,7 @@ from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import CheckpointError, at
-from namedshard._place import moves
-from namedshard._plan.leaves import is_array_like, named_leaves, path_string
+from namedshard._plan.leaves import is_array_like, named_leaves, native_dtype, path_string
 from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS
 from namedshard._safetensors.layout import Part
 from namedshard._safetensors.names import Names, Tensor, tensors_of
@@ -78,7 +77,7 @@ def _why_not(value: Any) -> str:
 
 def _resolve_dtype(path: str, value: Any, dtypes: DTypes) -> tuple[np.dtype[Any], str]:
     """The dtype that a leaf is saved with, and why it cannot be."""
-    have = np.dtype(moves.native(value.dtype))
+    have = np.dtype(native_dtype(value.dtype))
     wanted = requested_dtype(dtypes, path, have) or have
     code = CODES.get(wanted)
     if code is None or code in PACKED_BITS:

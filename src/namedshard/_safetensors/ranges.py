@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from namedshard._safetensors.layout import Atom, Bounds, Part, flat_offset, volume
+from namedshard._place.boxes import volume
+from namedshard._safetensors.layout import Atom, Part, flat_offset
+from namedshard._types import Bounds
 
 WASTE = 0.02
 """Of the bytes read, the share that no request needs, at most: once to fill rows, and once to coalesce ranges."""
@@ -62,7 +64,7 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Bytes read for it."""
-        return self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
+        return self.run_bytes * volume(self.box[: self.outer])
 
     @property
     def stop(self) -> int:

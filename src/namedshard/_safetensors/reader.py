@@ -4,16 +4,17 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from types import EllipsisType
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from namedshard._safetensors.layout import Bounds, Part, leaf_view, overlap, volume
+from namedshard._place.boxes import local_slices, overlap, shape_of, volume
+from namedshard._safetensors.layout import Part, leaf_view
 from namedshard._safetensors.ranges import Chunk, ReadSettings, run_offsets
 from namedshard._safetensors.source import Source
+from namedshard._types import Bounds
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -57,10 +58,6 @@ class Read:
         """The bytes that shards are made of, without the gaps between them."""
         shared = ((job, overlap(box, job.chunk.box)) for job in self.jobs for box, _ in job.requests)
         return sum(volume(both) * job.dtype.itemsize for job, both in shared if both is not None)
-
-
-def _within(box: Bounds, outer: Bounds) -> tuple[slice | EllipsisType, ...]:
-    return (*(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True)), ...)
 
 
 def _view(part: Part, box: Bounds, shard: ShardBuffer) -> np.ndarray:
@@ -155,12 +152,12 @@ def _deliver(job: Job, source: np.ndarray) -> None:
     for box, shard in job.requests:
         shared = overlap(box, job.chunk.box)
         if shared is not None:
-            _convert(job, source[_within(shared, job.chunk.box)], _view(job.part, shared, shard), shard)
+            _convert(job, source[(*local_slices(shared, job.chunk.box), ...)], _view(job.part, shared, shard), shard)
 
 
 def _boxed(job: Job, raw: np.ndarray) -> np.ndarray:
     """A chunk's bytes as its box."""
-    return raw.view(job.dtype).reshape([hi - lo for lo, hi in job.chunk.box])
+    return raw.view(job.dtype).reshape(shape_of(job.chunk.box))
 
 
 def _execute(read: Read, scratch: Scratch) -> None:

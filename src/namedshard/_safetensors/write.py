@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes
-from namedshard._place import boxes, exchange, moves
+from namedshard._place import boxes, exchange, local
 from namedshard._place import transfer as collective
 from namedshard._processes.coordination import (
     ProcessFailed,
@@ -27,10 +27,11 @@ from namedshard._processes.coordination import (
 )
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
-from namedshard._safetensors.layout import Bounds, Part, boxes_in, leaf_bounds, leaf_view, overlap
+from namedshard._safetensors.layout import Part, boxes_in, leaf_bounds, leaf_view
 from namedshard._safetensors.outgoing import File, Outgoing
 from namedshard._safetensors.ranges import LOCAL, Chunk, plan_chunks, run_offsets
 from namedshard._safetensors.reader import limit_buffers, scaled
+from namedshard._types import Bounds
 
 
 class Failures:
@@ -139,15 +140,15 @@ class HostShards:
         out: np.ndarray | None = None
         for bounds, data in self.shards:
             for held in boxes_in(part, bounds):
-                shared = overlap(held, box)
+                shared = boxes.overlap(held, box)
                 if shared is None:
                     continue
                 view = _read_box(part, shared, bounds, data)
                 if shared == box:
                     return view
                 if out is None:
-                    out = np.empty([hi - lo for lo, hi in box], self.dtype)
-                out[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(shared, box, strict=True))] = view
+                    out = np.empty(boxes.shape_of(box), self.dtype)
+                out[boxes.local_slices(shared, box)] = view
         assert out is not None
         return out
 
@@ -155,15 +156,14 @@ class HostShards:
 def _read_box(part: Part, box: Bounds, bounds: Bounds, data: Any) -> np.ndarray:
     """A box of a part from a shard that has all of it."""
     region = leaf_bounds(part, box)
-    within = tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(region, bounds, strict=True))
-    return leaf_view(part, box, moves.host_piece(data, within), [lo for lo, _ in region])
+    return leaf_view(part, box, local.read_box(data, bounds, region), [lo for lo, _ in region])
 
 
 def distinct_shards(value: Any) -> HostShards:
     """The shards of a leaf that this process has, each distinct one once."""
     if not isinstance(value, jax.Array):
         array = np.asarray(value)
-        return HostShards(array.dtype, [(tuple((0, n) for n in array.shape), array)])
+        return HostShards(array.dtype, [(boxes.whole(array.shape), array)])
     found: dict[Bounds, Any] = {}
     for shard in value.addressable_shards:
         found.setdefault(boxes.bounds_of(shard.index, value.shape), shard.data)
@@ -174,11 +174,10 @@ def gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> 
     """A region of a shared array on one process; None on the others. A collective."""
     device = next(d for d in jax.devices() if d.process_index == owner)
     target = exchange.layout({device: region}, value.ndim)
-    buffers: dict[tuple[int, Bounds], np.ndarray] = {}
-    if owner == jax.process_index():
-        buffers[0, region] = np.empty([hi - lo for lo, hi in region], value.dtype)
-    collective.exchange([value], [target], buffers, budget)
-    return HostShards(value.dtype, [(region, buffer) for (_, region), buffer in buffers.items()]) if buffers else None
+    mine = owner == jax.process_index()
+    buffers = {region: np.empty(boxes.shape_of(region), value.dtype)} if mine else {}
+    collective.exchange([value], [target], [buffers], budget)
+    return HostShards(value.dtype, list(buffers.items())) if mine else None
 
 
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
