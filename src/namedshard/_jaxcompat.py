@@ -33,6 +33,19 @@ _holders: Any = _mesh_module if hasattr(_mesh_module, "device_context") else _co
 _EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
 _EMPTY_ABSTRACT_MESH = AbstractMesh((), ())
 
+PLAIN_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+"""Operations that run a jaxpr once on their arguments, and the parameter that holds it."""
+
 
 def context_meshes() -> tuple[Mesh | None, Mesh | None]:
     """The concrete meshes of ``jax.set_mesh`` and of ``with mesh:``, each None when not in force.

@@ -27,19 +27,6 @@ from namedshard import _jaxcompat as compat
 SMALL_SIZE = 128
 """Values up to this number of elements are small."""
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
-"""Operations that only run a jaxpr, and the parameter that holds it. The others are rules of differentiation."""
-
 PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "device_put"})
 """Operations that change where values are, never the values: where results go is decided by the plan alone."""
 
@@ -123,7 +110,7 @@ def values_of(refs: Iterable[Ref]) -> Iterator[int]:
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """What an operation runs, if that's all it does."""
-    return eqn.params.get(_CALLS[eqn.primitive.name]) if eqn.primitive.name in _CALLS else None
+    return eqn.params.get(compat.PLAIN_CALLS[eqn.primitive.name]) if eqn.primitive.name in compat.PLAIN_CALLS else None
 
 
 def flatten(closed: ClosedJaxpr) -> Graph:
@@ -371,7 +358,7 @@ def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Seq
     made: dict[int, int] = {}
     lines: list[Hashable] = []
     own: list[Op] = []
-    computing = sum(op.name not in _MOVING and op.name not in _CALLS for op in ops)
+    computing = sum(op.name not in _MOVING and op.name not in compat.PLAIN_CALLS for op in ops)
 
     def read(op: Op, ref: Ref) -> tuple[Hashable, Ref]:
         if isinstance(ref, Literal) and not _is_input(op, ref, computing):

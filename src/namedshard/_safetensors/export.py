@@ -15,6 +15,7 @@ import numpy as np
 from haliax import NamedArray
 from haliax.nn import BlockSeq, Stacked
 
+from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._safetensors.layout import NotACopy, View, concatenate, identity
@@ -122,11 +123,11 @@ def _step(eqn: Any, arguments: list[Value]) -> Sequence[Value]:
     for argument in arguments:
         if isinstance(argument, NotACopy):
             raise NotACopy(str(argument))
-    inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
-    if inner is not None:
+    name = eqn.primitive.name
+    if name in compat.PLAIN_CALLS:
+        inner = eqn.params[compat.PLAIN_CALLS[name]]
         consts = [np.asarray(c) for c in getattr(inner, "consts", ())]
         return _run(getattr(inner, "jaxpr", inner), consts, arguments)
-    name = eqn.primitive.name
     if not any(isinstance(argument, View) for argument in arguments):
         made = eqn.primitive.bind(*arguments, **eqn.params)
         return [np.asarray(x) for x in (made if eqn.primitive.multiple_results else [made])]
