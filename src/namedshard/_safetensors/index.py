@@ -13,6 +13,7 @@ from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, 
 from namedshard._safetensors.header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
+    SURROGATES,
     TensorInfo,
     header_length,
     parse_header,
@@ -31,7 +32,7 @@ def _header_of(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
     source = files[name]
     prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
     length = header_length(prefix, name, source.size)
-    return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
+    return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)
 
 
 def _weight_map(name: str, files: OpenFiles) -> dict[str, str]:
@@ -57,7 +58,7 @@ def _why_refused(file: object) -> str:
         return f"{file!r} leaves the checkpoint's directory"
     if not plain or plain.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", plain) or "://" in plain:
         return f"{file!r} is not a relative path"
-    if "\0" in plain or any(0xD800 <= ord(c) < 0xE000 for c in plain):
+    if "\0" in plain or SURROGATES.search(plain):
         return f"{file!r} is not a file name"
     return ""
 

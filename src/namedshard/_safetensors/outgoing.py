@@ -16,7 +16,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import CheckpointError, at
 from namedshard._place import moves
 from namedshard._plan.leaves import is_array_like, named_leaves, path_string
-from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS
+from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS, SURROGATES
 from namedshard._safetensors.layout import Part
 from namedshard._safetensors.names import Names, Tensor, tensors_of
 from namedshard._safetensors.targets import DTypes, requested_dtype
@@ -141,9 +141,7 @@ def _bad_names(tensors: Sequence[Tensor]) -> list[str]:
             lines.append(f"{paths}: {len(same)} tensors would be called {name!r}")
         if name == METADATA_KEY:
             lines.append(f"{paths}: the name {METADATA_KEY!r} is reserved")
-        try:
-            name.encode("utf-8")
-        except UnicodeEncodeError:
+        if SURROGATES.search(name):
             lines.append(f"{paths}: the name {name!r} is not valid Unicode")
         if not all(math.prod(tensor.shape) == sum(part.size for _, part in tensor.parts) for tensor in same):
             lines.append(f"{paths}: tensor {name!r} is not wholly made of leaves")
