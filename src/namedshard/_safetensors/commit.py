@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 
-from namedshard._errors import CheckpointError, human_bytes
+from namedshard._errors import CheckpointError
 from namedshard._safetensors.folder import INDEX, SINGLE, is_ours, partial_of, shard_names
 from namedshard._safetensors.index import find_abandoned, own_files
 from namedshard._safetensors.outgoing import File
@@ -25,48 +25,39 @@ class PartialFile:
         self.final = final
         self.name = f".{name}.{secrets.token_hex(6)}.partial"
         self._path = os.path.join(directory, self.name)
-        self._committed = False
-        self._fd: int | None = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._size = size
+        self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._size = size
 
     def write(self, offset: int, data: memoryview) -> None:
         """Put bytes at an offset."""
-        assert self._fd is not None
         while len(data):
             done = os.pwrite(self._fd, data, offset)
             offset, data = offset + done, data[done:]
 
     def finish(self) -> None:
         """Bring all bytes to the disk."""
-        assert self._fd is not None
         os.ftruncate(self._fd, self._size)
         os.fsync(self._fd)
 
     def commit(self) -> None:
         """Give the file its name."""
         os.replace(self._path, self.final)
-        self._committed = True
+        self._path = self.final
 
-    def withdraw(self) -> None:
-        """Take the file away again, also after `commit`: only for names that nothing refers to yet."""
-        self._remove(self.final if self._committed else self._path)
+    def close(self, *, withdraw: bool = False) -> None:
+        """Give up the lock, once. What was not committed is removed.
 
-    def close(self) -> None:
-        """Give up the lock; what was not committed is removed."""
-        if not self._committed:
-            self._remove(self._path)
-        elif self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _remove(self, path: str) -> None:
-        if self._fd is not None:
+        ``withdraw`` removes also what was: only for names that nothing refers to yet.
+        """
+        if self._fd < 0:
+            return
+        if withdraw or self._path != self.final:
             with contextlib.suppress(OSError):
-                os.unlink(path)
-            os.close(self._fd)
-            self._fd = None
+                os.unlink(self._path)
+        os.close(self._fd)
+        self._fd = -1
 
 
 def sync_directory(directory: str) -> None:
@@ -106,12 +97,12 @@ class Destination:
         placed: Whether readers find the new checkpoint.
     """
 
-    def __init__(self, directory: str, single: str | None, nbytes: int) -> None:
+    def __init__(self, directory: str, single: str | None, what: str) -> None:
         self.names: list[str] = []
         self.placed = False
         self._directory = directory
         self._single = single
-        self._what = f"{directory}: the checkpoint ({human_bytes(nbytes)})"
+        self._what = what
         self._old: set[str] = set()
         self._index: PartialFile | None = None
 
@@ -122,12 +113,11 @@ class Destination:
 
     def prepare(self, count: int) -> None:
         """Make the folder, remove what a crash has left there, and find names for this many files."""
-        single = self._single
         try:
             os.makedirs(self._directory, exist_ok=True)
-            if single is not None:
-                remove_leftovers(self._directory, lambda name: name == single)
-                self.names = [single]
+            if self._single is not None:
+                remove_leftovers(self._directory, lambda name: name == self._single)
+                self.names = [self._single]
                 return
             # A partial index is what shows that shards were abandoned, so it is removed after them.
             for name in find_abandoned(self._directory):

@@ -182,13 +182,22 @@ def _rename_leaf(path: str, shape: tuple[int, ...], given: Renamed, default: lis
 
 
 def _rename(
-    tensors: Sequence[Tensor], given: Mapping[str, Renamed], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[list[Tensor], list[str]]:
-    """The tensors, those of leaves with given names last and renamed; and what is wrong with these names."""
+    tensors: Sequence[Tensor], names: Names | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Tensor], set[str], list[str]]:
+    """The tensors, those of leaves with given names last and renamed; these leaves; what is wrong with the names."""
+    look_up = names if callable(names) else (names or {}).get
+    given = {path: name for path in shapes if (name := look_up(path)) is not None}
+    unknown = [path for path in names if path not in shapes] if isinstance(names, Mapping) else []
+    lines = [f"{path}: no such leaf{did_you_mean(path, list(shapes))}" for path in unknown]
     by_leaf = tensors_by_leaf(tensors)
-    found = [_rename_leaf(path, shapes[path], name, by_leaf.get(path, [])) for path, name in given.items()]
-    kept = [tensor for tensor in tensors if given.keys().isdisjoint(tensor.paths)]
-    return kept + [t for x in found if not isinstance(x, str) for t in x], [x for x in found if isinstance(x, str)]
+    out = [tensor for tensor in tensors if given.keys().isdisjoint(tensor.paths)]
+    for path, name in given.items():
+        renamed = _rename_leaf(path, shapes[path], name, by_leaf.get(path, []))
+        if isinstance(renamed, str):
+            lines.append(renamed)
+        else:
+            out += renamed
+    return out, set(given), lines
 
 
 def tensors_of(tree: Any, names: Names | None = None, *, require_all: bool = False) -> list[Tensor]:
@@ -198,13 +207,9 @@ def tensors_of(tree: Any, names: Names | None = None, *, require_all: bool = Fal
     unless ``names`` has these.
     """
     shapes = {leaf.path: tuple(leaf.value.shape) for leaf in named_leaves(tree) if is_array_like(leaf.value)}
-    look_up = names if callable(names) else (names or {}).get
-    given = {path: name for path in shapes if (name := look_up(path)) is not None}
-    unknown = [path for path in names if path not in shapes] if isinstance(names, Mapping) else []
     walked = list(_walk(tree, (), None))
-    tensors, bad_names = _rename([tensor for tensor in walked if isinstance(tensor, Tensor)], given, shapes)
-    lines = [f"{path}: no such leaf{did_you_mean(path, list(shapes))}" for path in unknown]
-    lines += bad_names + _find_lost(walked, tensors, shapes, given if require_all else None)
+    tensors, renamed, lines = _rename([tensor for tensor in walked if isinstance(tensor, Tensor)], names, shapes)
+    lines += _find_lost(walked, tensors, shapes, renamed if require_all else None)
     lines += [f"{at(path)}: has no name" for tensor in tensors if not tensor.name for path, _ in tensor.parts]
     if lines:
         raise CheckpointError(
@@ -219,16 +224,16 @@ def _find_lost(
     walked: Sequence[Tensor | Unknown],
     tensors: Sequence[Tensor],
     shapes: Mapping[str, tuple[int, ...]],
-    given: Mapping[str, Renamed] | None,
+    renamed: set[str] | None,
 ) -> list[str]:
-    """Leaves that computed tensors come from, and that no tensor holds; with ``given`` names, see ``require_all``."""
+    """Leaves that computed tensors come from and no tensor holds; if there are none, those not in ``renamed``."""
     by_leaf = tensors_by_leaf(tensors)
     lines: list[str] = []
     for unknown in walked:
         if isinstance(unknown, Unknown):
             lost = [path for path in unknown.paths if not hold_leaf(by_leaf.get(path, []), path, shapes[path])]
-            if given is not None and not lost:
-                lost = [path for path in unknown.paths if path not in given]
+            if renamed is not None and not lost:
+                lost = [path for path in unknown.paths if path not in renamed]
             lines += [f"{at(path)}: {unknown.why}" for path in lost]
     return lines
 

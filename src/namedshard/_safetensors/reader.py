@@ -90,7 +90,7 @@ def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: ShardBuffer)
 
 def _note_unfit(name: str, source: np.ndarray, shard: ShardBuffer) -> None:
     """Note the lowest and the highest value that the shard's dtype cannot hold."""
-    low, high = _unfit_ends(source, shard.array.dtype)
+    low, high = unfit_ends(source, shard.array.dtype)
     if low is None and high is None:
         return
     with shard.lock:
@@ -101,7 +101,7 @@ def _note_unfit(name: str, source: np.ndarray, shard: ShardBuffer) -> None:
         shard.unfit[name] = (low, high)
 
 
-def _unfit_ends(source: np.ndarray, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+def unfit_ends(source: np.ndarray, dtype: np.dtype[Any]) -> tuple[Any, Any]:
     """The lowest and the highest value, or None for each that the dtype can hold."""
     whole = jax.numpy.issubdtype(dtype, np.integer)
     if not whole:

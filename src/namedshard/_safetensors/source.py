@@ -3,6 +3,7 @@
 fsspec reaches HTTP, S3, Google Storage, the Hugging Face Hub and more.
 """
 
+import itertools
 import os
 import stat
 import time
@@ -39,14 +40,6 @@ class Source(Protocol):
 Opener: TypeAlias = Callable[[str], Source]
 
 
-def cut_off(name: str, start: int, wanted: int, got: int) -> CheckpointError:
-    """The error for a file that ends while it is being read."""
-    return CheckpointError(
-        f"{name}: {wanted} bytes were to be read from byte {start}, but only {got} are there",
-        fix="the file changed while it was read: load it again once it is complete",
-    )
-
-
 class LocalFile:
     """A file of this machine, read at offsets, without a file position that threads would share."""
 
@@ -72,7 +65,10 @@ class LocalFile:
         while at < len(into):
             got = os.preadv(self._fd, [into[at:]], start + at)
             if not got:
-                raise cut_off(self.name, start, len(into), at)
+                raise CheckpointError(
+                    f"{self.name}: {len(into)} bytes were to be read from byte {start}, but only {at} are there",
+                    fix="the file changed while it was read: load it again once it is complete",
+                )
             at += got
 
     def close(self) -> None:
@@ -86,12 +82,7 @@ def is_url(path: str) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path within it.
-
-    Raises:
-        CheckpointError: fsspec, or the package that it needs for this protocol, is not installed; or there is no such
-            protocol.
-    """
+    """The file system of a URL, and the path within it."""
     try:
         import fsspec.core
     except ImportError as error:
@@ -124,8 +115,7 @@ def retrying(call: Callable[[], T], what: str) -> T:
         FileNotFoundError: There is no such file.
         CheckpointError: It failed too often, or for good.
     """
-    delay = FIRST_DELAY_S
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in itertools.count(1):
         try:
             return call()
         except Exception as error:
@@ -136,8 +126,7 @@ def retrying(call: Callable[[], T], what: str) -> T:
                 tried = f" after {attempt} attempts" if attempt > 1 else ""
                 answer = f"HTTP status {status}" if status else f"{type(error).__name__}: {error}"
                 raise CheckpointError(f"{what} cannot be read{tried}: {answer.rstrip(': ')}") from error
-        time.sleep(delay)
-        delay *= 2
+        time.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
     raise AssertionError
 
 
@@ -149,25 +138,13 @@ def _exists(url: str) -> bool:
         return False
 
 
-def _listing(url: str) -> list[str]:
-    fs, path = filesystem(url)
-    try:
-        found = retrying(lambda: fs.ls(path, detail=False), url)
-    except (CheckpointError, FileNotFoundError):
-        return []
-    return sorted({str(name).rstrip("/").rpartition("/")[2] for name in found})
-
-
 def names_in(directory: str, likely: Sequence[str]) -> list[str]:
     """The first of some likely files that is there, alone; else the names of all, if the file system can list them.
 
     Not every server lists its files, but each can be asked for one. A store without permission to list answers 403 for
     a file that does not exist.
-
-    Raises:
-        CheckpointError: That cannot be found out.
     """
-    base = directory if directory.endswith("/") else directory + "/"
+    base = directory.removesuffix("/") + "/"
     refused: CheckpointError | None = None
     for name in likely:
         try:
@@ -177,10 +154,14 @@ def names_in(directory: str, likely: Sequence[str]) -> list[str]:
             if _status(error.__cause__) != 403:
                 raise
             refused = refused or error
-    names = _listing(directory)
-    if refused is not None and not names:
+    fs, path = filesystem(directory)
+    try:
+        found = retrying(lambda: fs.ls(path, detail=False), directory)
+    except (CheckpointError, FileNotFoundError):
+        found = []
+    if refused is not None and not found:
         raise refused
-    return names
+    return sorted({str(name).rstrip("/").rpartition("/")[2] for name in found})
 
 
 class RemoteFile:
@@ -231,11 +212,7 @@ class RemoteFile:
 
 
 def open_source(name: str) -> Source:
-    """Open a path or URL.
-
-    Raises:
-        CheckpointError: It cannot be opened, or is no regular file.
-    """
+    """Open a path or URL."""
     return RemoteFile(name) if is_url(name) else LocalFile(name)
 
 
