@@ -98,8 +98,8 @@ def _group_jobs(jobs: Sequence[Job], settings: ReadSettings) -> Iterator[tuple[J
 def _raise_unfit(batch: Batch) -> None:
     found: dict[tuple[str, str, str], list[Any]] = {}
     for target, shard in batch:
-        for name, ends in shard.unfit.items():
-            found.setdefault((target.path, name, str(target.dtype)), []).extend(v for v in ends if v is not None)
+        for name, values in shard.unfit.items():
+            found.setdefault((target.path, name, str(target.dtype)), []).extend(values)
     lines: list[str] = []
     for (path, name, dtype), values in found.items():
         low, high = str(min(values)), str(max(values))

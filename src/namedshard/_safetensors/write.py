@@ -29,7 +29,7 @@ from namedshard._safetensors.header import encode_header
 from namedshard._safetensors.layout import Bounds, Part, boxes_in, leaf_bounds, leaf_view, overlap
 from namedshard._safetensors.outgoing import File, Outgoing
 from namedshard._safetensors.ranges import LOCAL, Chunk, plan_chunks, run_offsets
-from namedshard._safetensors.reader import limit_buffers, scaled, unfit_ends
+from namedshard._safetensors.reader import find_unfit, limit_buffers, scaled
 
 
 class Failures:
@@ -179,7 +179,7 @@ def _gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) ->
 
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
     """Raise if a value does not fit the tensor's integer dtype."""
-    if unfit_ends(data, tensor.dtype) == (None, None):
+    if not find_unfit(data, tensor.dtype):
         return
     exact: Any = int if jnp.issubdtype(data.dtype, np.integer) else float
     least, most = exact(data.min()), exact(data.max())
@@ -299,8 +299,7 @@ class FileWriter:
     def _write_chunk(self, file: PartialFile, tensor: Outgoing, part: Part, shards: HostShards, chunk: Chunk) -> int:
         if self.failures:
             return 0
-        flat = _as_stored(tensor, shards.read(part, chunk.box)).reshape(-1).view(np.uint8)
-        data = memoryview(flat)
+        data = memoryview(_as_stored(tensor, shards.read(part, chunk.box)).reshape(-1).view(np.uint8))
         for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):
             file.write(offset, data[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
-        return flat.nbytes
+        return data.nbytes
