@@ -47,10 +47,7 @@ class PartialFile:
         self._path = self.final
 
     def close(self, *, withdraw: bool = False) -> None:
-        """Give up the lock, once. What was not committed is removed.
-
-        ``withdraw`` removes also what was: only for names that nothing refers to yet.
-        """
+        """Give up the lock. Removes what was not committed; ``withdraw`` also what was, if nothing refers to it yet."""
         if self._fd < 0:
             return
         if withdraw or self._path != self.final:

@@ -136,13 +136,6 @@ def _counts(value: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _elements(shape: Sequence[int]) -> int | None:
-    """How many elements there are, or None for more than 64 bits count: a header may list many huge sizes."""
-    if 0 in shape:
-        return 0
-    return None if math.prod(map(float, shape)) >= 2.0**63 else math.prod(shape)
-
-
 def _shown(name: str) -> str:
     """A name for a message: one that would break the line, or command the terminal, is quoted."""
     return name if name.isprintable() else repr(name)
@@ -171,8 +164,11 @@ def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | st
 
 
 def _size_mismatch(code: str, shape: tuple[int, ...], start: int, stop: int) -> str:
-    count = _elements(shape)
-    bits = None if count is None else count * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
+    bits = 0
+    if 0 not in shape:
+        # A header may list many huge sizes, whose product would take long.
+        huge = math.prod(map(float, shape)) >= 2.0**63
+        bits = None if huge else math.prod(shape) * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
     if bits == (stop - start) * 8:
         return ""
     need = f"over {2**63}" if bits is None else f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"

@@ -35,8 +35,7 @@ def _local_bounds(target: Target) -> list[Bounds]:
     """The distinct shards of a leaf that this process's devices need."""
     if target.sharding is None:
         return [tuple((0, n) for n in target.shape)]
-    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
-    return list(dict.fromkeys(boxes.bounds_of(index or (), target.shape) for index in indices))
+    return list(boxes.distinct_shards(target.shape, target.sharding))
 
 
 def _batches(
@@ -81,9 +80,7 @@ def _plan_reads(batch: Batch, files: OpenFiles, budget: int) -> list[Read]:
         by_file[name].append(job)
     out: list[Read] = []
     for name, jobs in by_file.items():
-        for together in _group_jobs(jobs, settings[name]):
-            stop = max(job.chunk.stop for job in together)
-            out.append(Read(files[name], together[0].chunk.start, stop, together))
+        out += (Read(files[name], together) for together in _group_jobs(jobs, settings[name]))
     return sorted(out, key=lambda read: (read.source.name, read.start))
 
 

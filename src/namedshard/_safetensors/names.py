@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, cast
 
 import equinox as eqx
 import jax
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
 from namedshard._errors import CheckpointError, at, did_you_mean
 from namedshard._plan.leaves import is_array_like, named_leaves, path_string
@@ -74,7 +74,11 @@ def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
         array = x.array if isinstance(x, NamedArray) else x
         if not is_array_like(array):
             return x
-        axes = _fitting_axes(x)
+        try:
+            axes = tuple(x.axes) if isinstance(x, NamedArray) else None
+        except ValueError:
+            # Names that do not fit.
+            axes = None
         if axes is None:
             dim = 0 if tuple(array.shape[:1]) == (block.size,) else None
         else:
@@ -86,14 +90,6 @@ def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
         return array if axes is None else NamedArray(array, axes)
 
     return jax.tree_util.tree_map_with_path(cut, stacked.stacked, is_leaf=lambda x: isinstance(x, NamedArray)), dims
-
-
-def _fitting_axes(x: Any) -> tuple[Axis, ...] | None:
-    """An array's named axes; None if it has no names, or none that fit it, and so is a plain one."""
-    try:
-        return tuple(x.axes) if isinstance(x, NamedArray) else None
-    except ValueError:
-        return None
 
 
 def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
@@ -124,7 +120,7 @@ def _walk_stacked(node: Any, path: tuple[Any, ...], prefix: str | None) -> Itera
     here = path_string((*path, jax.tree_util.GetAttrKey("stacked")))
     for tensor in _walk(layer, (), None):
         if isinstance(tensor, Unknown):
-            yield Unknown(_all_under(here, tensor.paths), tensor.why)
+            yield Unknown(tuple(_under(here, path) for path in tensor.paths), tensor.why)
             continue
         # What no leaf has once for each layer is stored once.
         per_layer = any(dims[path] is not None for path in tensor.paths)
@@ -143,8 +139,8 @@ def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterat
     try:
         tensors = trace_export(node)
     except Exception as error:
-        paths = [leaf.path for leaf in named_leaves(node) if is_array_like(leaf.value)]
-        yield Unknown(_all_under(here, paths), f"{kind}.to_state_dict raises {type(error).__name__}: {error}")
+        paths = tuple(_under(here, leaf.path) for leaf in named_leaves(node) if is_array_like(leaf.value))
+        yield Unknown(paths, f"{kind}.to_state_dict raises {type(error).__name__}: {error}")
         return
     for name, value, paths in tensors:
         if isinstance(value, View):
@@ -152,16 +148,12 @@ def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterat
             yield Tensor(join(prefix, name or None) or "", value.shape, parts, value.scale)
         else:
             mine = [paths[i] for i in sorted(value.leaves)] or paths
-            yield Unknown(_all_under(here, mine), f"{kind} computes tensor {name!r}: {value}")
+            yield Unknown(tuple(_under(here, path) for path in mine), f"{kind} computes tensor {name!r}: {value}")
 
 
 def _under(here: str, path: str) -> str:
     """A path within a node, seen from the tree's root."""
     return here + path if not here or not path or path.startswith("[") else f"{here}.{path}"
-
-
-def _all_under(here: str, paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(_under(here, path) for path in paths)
 
 
 def _rename_leaf(path: str, shape: tuple[int, ...], given: Renamed, default: list[Tensor]) -> list[Tensor] | str:

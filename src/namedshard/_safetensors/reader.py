@@ -40,12 +40,15 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """One range of a file, and the jobs whose chunks lie in it."""
+    """One range of a file: the jobs whose chunks lie in it, in the file's order."""
 
     source: Source
-    start: int
-    stop: int
     jobs: Sequence[Job]
+
+    @property
+    def start(self) -> int:
+        """Where it begins."""
+        return self.jobs[0].chunk.start
 
     @property
     def useful(self) -> int:
@@ -143,7 +146,7 @@ def _deliver(job: Job, raw: np.ndarray) -> None:
 def _execute(read: Read, scratch: Scratch) -> None:
     # Coalesced jobs: one read of everything, from which each takes its bytes.
     if len(read.jobs) > 1:
-        raw = scratch.get(read.stop - read.start)
+        raw = scratch.get(max(job.chunk.stop for job in read.jobs) - read.start)
         read.source.read(read.start, memoryview(raw))
         for job in read.jobs:
             at = job.chunk.start - read.start

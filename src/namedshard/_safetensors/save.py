@@ -172,12 +172,9 @@ def shared_values(tensors: Sequence[Outgoing], note: str, count: int) -> frozens
     described = [describe_leaf(path, value, host=_on_host(value)) for path, value in values.items()]
     described += [LeafDescription(t.name, f"{t.dtype}{list(t.shape)}", f"leaf {', '.join(t.paths)}") for t in tensors]
     agree("save_safetensors", described, note)
-    return frozenset(id(value) for value in values.values() if not _on_host(value) and not _on_each(value, count))
-
-
-def _on_each(value: jax.Array, count: int) -> bool:
-    """True if each process has all of an array."""
-    return value.is_fully_replicated and len({d.process_index for d in value.sharding.device_set}) == count
+    placed = [value for value in values.values() if not _on_host(value)]
+    whole = [x.is_fully_replicated and len({d.process_index for d in x.sharding.device_set}) == count for x in placed]
+    return frozenset(id(x) for x, on_each in zip(placed, whole, strict=True) if not on_each)
 
 
 def _write_files(writing: FileWriter, files: Sequence[File], owners: int) -> list[dict[str, str]]:

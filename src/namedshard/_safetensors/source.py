@@ -3,41 +3,22 @@
 fsspec reaches HTTP, S3, Google Storage, the Hugging Face Hub and more.
 """
 
+import functools
 import itertools
 import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, TypeAlias, TypeVar
 
 from namedshard._errors import CheckpointError
-from namedshard._safetensors.ranges import LOCAL, REMOTE, ReadSettings
+from namedshard._safetensors.ranges import LOCAL, REMOTE
 
 T = TypeVar("T")
 ATTEMPTS = 5
 FIRST_DELAY_S = 0.1
 _REFUSED = (400, 401, 403, 405)
 _FINAL = (PermissionError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
-
-
-@runtime_checkable
-class Source(Protocol):
-    """One open file. ``read`` may be called from several threads at once."""
-
-    name: str
-    size: int
-    settings: ReadSettings
-
-    def read(self, start: int, into: memoryview) -> None:
-        """Fill a buffer with the bytes from ``start`` on."""
-        ...
-
-    def close(self) -> None:
-        """Release the file."""
-        ...
-
-
-Opener: TypeAlias = Callable[[str], Source]
 
 
 class LocalFile:
@@ -109,12 +90,7 @@ def _absent(error: Exception) -> bool:
 
 
 def retrying(call: Callable[[], T], what: str) -> T:
-    """Call until it succeeds, with growing pauses, as long as a failure may pass.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        CheckpointError: It failed too often, or for good.
-    """
+    """Call until it succeeds, with growing pauses, as long as a failure may pass; `FileNotFoundError` is final."""
     for attempt in itertools.count(1):
         try:
             return call()
@@ -130,14 +106,6 @@ def retrying(call: Callable[[], T], what: str) -> T:
     raise AssertionError
 
 
-def _exists(url: str) -> bool:
-    fs, path = filesystem(url)
-    try:
-        return retrying(lambda: fs.info(path), url)["type"] == "file"
-    except FileNotFoundError:
-        return False
-
-
 def names_in(directory: str, likely: Sequence[str]) -> list[str]:
     """The first of some likely files that is there, alone; else the names of all, if the file system can list them.
 
@@ -147,9 +115,12 @@ def names_in(directory: str, likely: Sequence[str]) -> list[str]:
     base = directory.removesuffix("/") + "/"
     refused: CheckpointError | None = None
     for name in likely:
+        fs, path = filesystem(base + name)
         try:
-            if _exists(base + name):
+            if retrying(functools.partial(fs.info, path), base + name)["type"] == "file":
                 return [name]
+        except FileNotFoundError:
+            continue
         except CheckpointError as error:
             if _status(error.__cause__) != 403:
                 raise
@@ -173,7 +144,7 @@ class RemoteFile:
         self.name = url
         self._fs, self._path = filesystem(url)
         try:
-            info = retrying(lambda: self._fs.info(self._path), url)
+            info = retrying(functools.partial(self._fs.info, self._path), url)
         except FileNotFoundError as error:
             raise CheckpointError(f"{url} cannot be opened: no such file") from error
         if info["type"] != "file":
@@ -209,6 +180,11 @@ class RemoteFile:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+Source: TypeAlias = LocalFile | RemoteFile
+"""One open file. ``read`` may be called from several threads at once."""
+Opener: TypeAlias = Callable[[str], Source]
 
 
 def open_source(name: str) -> Source:

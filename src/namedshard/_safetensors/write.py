@@ -36,7 +36,6 @@ class Failures:
     """Keeps the first error of this process until the next round, in which the other processes wait for it.
 
     Attributes:
-        rounds: What all processes go through.
         broken: Whether this process can no longer take part in exchanges of arrays.
         placed: Whether the new checkpoint is in place; None before a round fails, and if it isn't known then.
     """
@@ -141,7 +140,9 @@ class HostShards:
                 shared = overlap(held, box)
                 if shared is None:
                     continue
-                view = _read_box(part, shared, bounds, data)
+                region = leaf_bounds(part, shared)
+                within = tuple((lo - at, hi - at) for (lo, hi), (at, _) in zip(region, bounds, strict=True))
+                view = leaf_view(part, shared, moves.host_piece(data, within), [lo for lo, _ in region])
                 if shared == box:
                     return view
                 if out is None:
@@ -149,13 +150,6 @@ class HostShards:
                 out[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(shared, box, strict=True))] = view
         assert out is not None
         return out
-
-
-def _read_box(part: Part, box: Bounds, bounds: Bounds, data: Any) -> np.ndarray:
-    """A box of a part from a shard that has all of it."""
-    region = leaf_bounds(part, box)
-    within = tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(region, bounds, strict=True))
-    return leaf_view(part, box, moves.host_piece(data, within), [lo for lo, _ in region])
 
 
 def _shards_here(value: Any) -> HostShards:
@@ -205,12 +199,9 @@ class FileWriter:
     """Writes files together with the other processes.
 
     Attributes:
-        directory: Where.
-        metadata: For the header of each file.
         budget: Bytes of host memory for what is gathered and converted.
         shared: Ids of the values that it takes all processes to get at.
         failures: What goes wrong here, which ends the writing, but not this process's part in exchanges of arrays.
-        advance: Called with the bytes that were written, for the progress.
         partials: The files written so far.
     """
 
