@@ -32,13 +32,7 @@ def eager(name: str) -> Any:
     return fn(*args)
 
 
-@functools.cache
-def jitted(name: str) -> Any:
-    """The values of `jax.jit`; what isn't an array is as the function returns it."""
-    fn, args = init_models.CATALOGUE[name]()
-    arrays = jax.jit(lambda *args: [x for x in jax.tree.leaves(fn(*args)) if isinstance(x, jax.Array)])(*args)
-    leaves, treedef = jax.tree.flatten(eager(name))
-    return treedef.unflatten([arrays.pop(0) if isinstance(x, jax.Array) else x for x in leaves])
+jitted = functools.cache(init_models.jitted)
 
 
 def assert_same(made: Any, wanted: Any) -> None:

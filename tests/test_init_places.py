@@ -350,10 +350,10 @@ def test_deleted_arguments() -> None:
     params["w"].delete()
     params["c"].delete()
     assert fails(ns.DeletedArrayError, lambda p: p, params) == (
-        "init: 2 of 3 arguments cannot be read: the array was donated or deleted\n"
+        "init: 2 of 3 leaves donated or deleted\n"
         "  args[0]['c']\n"
         "  args[0]['w']\n"
-        "  fix: pass an array that is still alive"
+        "  fix: keep the result of the call that the array was donated to, and use that"
     )
 
 

@@ -14,11 +14,11 @@ import jax
 from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from namedshard._errors import NamedShardError, did_you_mean
+from namedshard._errors import NamedShardError, did_you_mean, message
 from namedshard._explain.explain import Explanation, Stored, explain_leaves
 from namedshard._explain.report import Lint
 from namedshard._plan.leaves import Leaf
-from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first
+from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first, spec_entry
 from namedshard._safetensors.header import TensorInfo
 from namedshard._safetensors.index import read_header
 
@@ -77,7 +77,7 @@ def _candidate(text: str, whole: str) -> MeshAxes:
         raise UsageError(
             f"{whole!r} is not a rule: write NAME=model, NAME=data+model, NAME=none or 'NAME=model|data|none'"
         )
-    return names[0] if len(names) == 1 else names
+    return spec_entry(names)
 
 
 def parse_rule(text: str) -> tuple[str, Rule]:
@@ -117,11 +117,9 @@ def named_tensors(tensors: Mapping[str, TensorInfo], patterns: Sequence[AxesPatt
             wrong.append(f"{name}: its shape is {info.shape}, but {hits[0].text!r} names ({', '.join(names)})")
         leaves.append(Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), names))
     if wrong:
-        raise UsageError(
-            f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names",
-            wrong,
-            fix="name every dimension, and give the narrower pattern first: the first that matches a tensor counts",
-        )
+        headline = f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names"
+        fix = "name every dimension, and give the narrower pattern first: the first that matches a tensor counts"
+        raise UsageError(message(headline, wrong, fix))
     return leaves, [*_unmatched(patterns, matched, tensors), *_unnamed(leaves)]
 
 

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from namedshard._errors import MAX_LISTED, at, count_of, human_bytes
 from namedshard._explain.table import Column, fit, header, prose, row_lines, total
-from namedshard._plan.mapping import AxisMapping, First, MeshAxes, Rule
+from namedshard._plan.mapping import AxisMapping, First, MeshAxes, Rule, axis_names
 from namedshard._plan.mesh import MeshLike, describe
-from namedshard._plan.plan import BUSY, INDIVISIBLE, AxisChoice, LeafPlan
+from namedshard._plan.plan import BUSY, INDIVISIBLE, AxisChoice, LeafPlan, remainder_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _placed_axes(row: Row) -> str:
         return axes_text(plan)
     out: list[str] = []
     for (name, size), entry in zip(plan.axes, plan.spec, strict=True):
-        target = "" if entry is None else f" → {entry if isinstance(entry, str) else ' × '.join(entry)}"
+        target = "" if entry is None else f" → {' × '.join(axis_names(entry))}"
         out.append(f"{name}={size}{target}")
     return ", ".join(out) or "scalar"
 
@@ -140,39 +140,25 @@ def _per_device(row: Row) -> str:
     return "-" if row.problems else human_bytes(row.plan.bytes_per_device)
 
 
-def _names(candidate: MeshAxes) -> tuple[str, ...]:
-    return (candidate,) if isinstance(candidate, str) else (candidate or ())
-
-
 def why_text(choice: AxisChoice, choices: Sequence[AxisChoice], mesh: MeshLike, manual: frozenset[str]) -> str:
     """Why an axis got what it got; empty where its rule was simply applied."""
+
+    def reason(candidate: MeshAxes, why: str) -> str:
+        names = set(axis_names(candidate)) - manual
+        if why == BUSY:
+            holder = next(c.axis for c in choices if c is not choice and names & set(axis_names(c.won)))
+            return f"busy (axis {holder} has it)"
+        if why == INDIVISIBLE:
+            return f"indivisible ({remainder_text(choice.size, math.prod(mesh.shape[name] for name in names))})"
+        return why
+
     if not choice.lost:
         return ""
-    lost = "; ".join(
-        f"{candidate!r} is {_reason(choice, candidate, reason, choices, mesh, manual)}"
-        for candidate, reason in choice.lost
-    )
+    lost = "; ".join(f"{candidate!r} is {reason(candidate, why)}" for candidate, why in choice.lost)
     if not isinstance(choice.rule, First):
         return f"{choice.axis} is left whole: {lost}"
     outcome = "is left whole" if choice.won is None else f"→ {choice.won!r}"
     return f"{choice.axis} {outcome} by {choice.rule!r}: {lost}"
-
-
-def _reason(
-    choice: AxisChoice,
-    candidate: MeshAxes,
-    reason: str,
-    choices: Sequence[AxisChoice],
-    mesh: MeshLike,
-    manual: frozenset[str],
-) -> str:
-    names = set(_names(candidate)) - manual
-    if reason == BUSY:
-        return f"busy (axis {next(c.axis for c in choices if c is not choice and names & set(_names(c.won)))} has it)"
-    if reason == INDIVISIBLE:
-        n = math.prod(mesh.shape[name] for name in names)
-        return f"indivisible ({choice.size} = {n}*{choice.size // n} + {choice.size % n})"
-    return reason
 
 
 # --- rows alike -------------------------------------------------------------------------------------------------------
@@ -271,13 +257,7 @@ def _chosen(rows: Sequence[Row], width: int) -> tuple[list[Column], list[Column]
 
 
 def lines(found: Findings, width: int, *, all: bool = False) -> Iterator[Text]:
-    """The report as styled lines of at most ``width`` cells, longer only where a single word is.
-
-    Args:
-        found: What to show.
-        width: In terminal cells.
-        all: Show every leaf, instead of one row for those that differ only in an index.
-    """
+    """The report as styled lines of at most ``width`` cells, longer only where a single word is."""
     rows = found.rows if all else collapse(found.rows)
     if rows:
         columns, lifted = _chosen(rows, width)
@@ -329,11 +309,6 @@ def _wrong(found: Findings) -> Iterator[str]:
     if found.totals.problems:
         yield f"{count_of(found.totals.problems, found.totals.leaves)} cannot be placed"
     yield from (f"fix: {fix}" for fix in found.fixes)
-
-
-def text(found: Findings, width: int, *, all: bool = False) -> str:
-    """The report as plain text; see `lines`."""
-    return "\n".join(line.plain for line in lines(found, width, all=all))
 
 
 # --- JSON and HTML ----------------------------------------------------------------------------------------------------

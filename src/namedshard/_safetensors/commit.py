@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from namedshard._errors import CheckpointError
 from namedshard._safetensors.folder import INDEX, SINGLE, is_ours, partial_of, shard_names
@@ -66,26 +66,6 @@ def sync_directory(directory: str) -> None:
         os.close(fd)
 
 
-def remove_leftovers(directory: str, mine: Callable[[str], bool]) -> None:
-    """Remove partial files for names of some kind that no living process writes."""
-    for name in os.listdir(directory or "."):
-        wanted = partial_of(name)
-        if wanted is not None and mine(wanted):
-            remove_unlocked(os.path.join(directory, name))
-
-
-def remove_unlocked(path: str) -> None:
-    """Remove a file, unless a process that is still saving holds it."""
-    with contextlib.suppress(OSError):
-        # Some network file systems lock only what is open for writing; files that are not for writing are removed too.
-        fd = os.open(path, (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY) | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-        finally:
-            os.close(fd)
-
-
 class Destination:
     """Where a checkpoint is saved: a folder, or one file in it.
 
@@ -112,14 +92,14 @@ class Destination:
         """Make the folder, remove what a crash has left there, and find names for this many files."""
         try:
             os.makedirs(self._directory, exist_ok=True)
+            partial = ((name, partial_of(name)) for name in os.listdir(self._directory))
             if self._single is not None:
-                remove_leftovers(self._directory, lambda name: name == self._single)
+                self._remove_unlocked(name for name, final in partial if final == self._single)
                 self.names = [self._single]
                 return
             # A partial index is what shows that shards were abandoned, so it is removed after them.
-            for name in find_abandoned(self._directory):
-                remove_unlocked(self._path(name))
-            remove_leftovers(self._directory, is_ours)
+            self._remove_unlocked(find_abandoned(self._directory))
+            self._remove_unlocked(name for name, final in partial if final is not None and is_ours(final))
             self._old = own_files(self._directory)
             # Until it is replaced, an index refers to the very file that it names.
             alone = count == 1 and SINGLE not in self._old
@@ -167,6 +147,18 @@ class Destination:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
+    def _remove_unlocked(self, names: Iterable[str]) -> None:
+        """Remove files, unless a process that is still saving holds them."""
+        for path in map(self._path, names):
+            with contextlib.suppress(OSError):
+                # Some network file systems lock only what is open for writing; read-only files are removed too.
+                fd = os.open(path, (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY) | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+                finally:
+                    os.close(fd)
+
     def _remove_old(self) -> None:
         """Remove the previous checkpoint, its index first: until that is gone, it is what readers find."""
         if not self.indexed and os.path.lexists(self._path(INDEX)):
@@ -187,8 +179,7 @@ class Destination:
                     os.unlink(path)
             except OSError as error:
                 lines.append(f"{name}: {error.strerror}")
-        for name in find_abandoned(self._directory):
-            remove_unlocked(self._path(name))
+        self._remove_unlocked(find_abandoned(self._directory))
         if lines:
             raise CheckpointError(
                 f"{self._what} is in place, but files of the one before cannot be removed",

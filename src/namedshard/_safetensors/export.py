@@ -114,8 +114,8 @@ def _step(eqn: Any, arguments: list[Value]) -> Sequence[Value]:
         if isinstance(argument, NotACopy):
             raise NotACopy(str(argument))
     name = eqn.primitive.name
-    if name in compat.PLAIN_CALLS:
-        inner = eqn.params[compat.PLAIN_CALLS[name]]
+    inner = compat.called(eqn)
+    if inner is not None:
         consts = [np.asarray(c) for c in getattr(inner, "consts", ())]
         return _run(getattr(inner, "jaxpr", inner), consts, arguments)
     if not any(isinstance(argument, View) for argument in arguments):
@@ -174,10 +174,10 @@ def _scale(eqn: Any, arguments: list[Any]) -> View:
     view, factor = arguments
     if isinstance(factor, View) and eqn.primitive.name == "mul":
         view, factor = factor, view
-    copies = isinstance(view, View) and not isinstance(factor, View)
-    if not copies or factor.size != 1 or view.shape != eqn.outvars[0].aval.shape:
+    one = not isinstance(factor, View) and factor.size == 1
+    if not one or not isinstance(view, View) or view.shape != eqn.outvars[0].aval.shape:
         raise NotACopy(f"{eqn.primitive.name} is no copy")
-    by = float(factor.reshape(()))
+    by = float(np.reshape(factor, ()))
     return view.scaled(by if eqn.primitive.name == "mul" else 1.0 / by)
 
 

@@ -22,17 +22,17 @@ class _ShardSet(NamedTuple):
     """The files of a folder whose names say that they are parts of one checkpoint. Ordered by age, as far as known."""
 
     generation: int
-    count: int
+    total: int
     stem: str
     files: tuple[str, ...]
 
     @property
     def complete(self) -> bool:
-        return len(self.files) == self.count
+        return len(self.files) == self.total
 
     @property
     def pattern(self) -> str:
-        return f"{self.stem}-*-of-{self.count:05d}{SUFFIX}"
+        return f"{self.stem}-*-of-{self.total:05d}{SUFFIX}"
 
 
 def _shard_sets(names: Iterable[str]) -> list[_ShardSet]:
@@ -96,7 +96,7 @@ def select_files(directory: str, names: Collection[str]) -> tuple[str, ...]:
     if not candidates:
         raise CheckpointError(
             f"{directory} holds only parts of a checkpoint, and no {INDEX}",
-            [f"{found.pattern}: {len(found.files)} of {found.count} files are there" for found in sets],
+            [f"{found.pattern}: {len(found.files)} of {found.total} files are there" for found in sets],
             fix="fetch the missing files and the index; if a save was broken off here, save again",
         )
     raise CheckpointError(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-Bounds = tuple[tuple[int, int], ...]
-"""Start and stop along each dimension of a leaf, or along each atom of a part."""
+from namedshard._place.boxes import shape_of, whole
+from namedshard._types import Bounds
 
 
 class Atom(NamedTuple):
@@ -44,7 +44,7 @@ class Part:
     @property
     def whole(self) -> Bounds:
         """The box of all atoms."""
-        return tuple((0, atom.extent) for atom in self.atoms)
+        return whole(atom.extent for atom in self.atoms)
 
 
 def identity(shape: Sequence[int]) -> Part:
@@ -117,7 +117,7 @@ def leaf_view(part: Part, box: Bounds, array: np.ndarray, origin: Sequence[int])
     corner = array[(*(slice(i, None) for i in at), ...)]
     # numpy cannot stride over some of the dtypes that it does not know by name, but over their bytes.
     plain = corner.view(f"u{array.itemsize}") if array.itemsize in (1, 2, 4, 8) else corner
-    return np.lib.stride_tricks.as_strided(plain, [hi - lo for lo, hi in box], strides).view(array.dtype)
+    return np.lib.stride_tricks.as_strided(plain, shape_of(box), strides).view(array.dtype)
 
 
 def leaf_bounds(part: Part, box: Bounds) -> Bounds:
@@ -127,17 +127,6 @@ def leaf_bounds(part: Part, box: Bounds) -> Bounds:
         a, b = out[atom.leaf_dim]
         out[atom.leaf_dim] = (a + lo * atom.leaf_step, b + (hi - 1) * atom.leaf_step)
     return tuple(out)
-
-
-def volume(box: Bounds) -> int:
-    """Number of elements of a box."""
-    return math.prod(hi - lo for lo, hi in box)
-
-
-def overlap(a: Bounds, b: Bounds) -> Bounds | None:
-    """What two boxes share, or None."""
-    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return out if all(lo < hi for lo, hi in out) else None
 
 
 def flat_offset(part: Part, box: Bounds) -> int:
@@ -205,7 +194,7 @@ class View:
     def slice(self, start: Sequence[int], stop: Sequence[int]) -> "View":
         """Elements ``start[i]`` to ``stop[i]`` of each dimension."""
         bounds = tuple(zip(start, stop, strict=True))
-        shape = tuple(hi - lo for lo, hi in bounds)
+        shape = shape_of(bounds)
         return self._restride(shape, row_major(shape), bounds=bounds)
 
     def shifted(self, shape: Sequence[int], at: Sequence[int]) -> "View":
@@ -217,7 +206,7 @@ class View:
         self, shape: Sequence[int], strides: Sequence[int], bounds: Bounds | None = None, offset: int = 0
     ) -> "View":
         """What is within the bounds, with one stride for each dimension of this value, in a value of another shape."""
-        bounds = bounds or tuple((0, n) for n in self.shape)
+        bounds = bounds or whole(self.shape)
         parts = ((leaf, p) for leaf, part in self.parts for p in _restride(part, self.shape, strides, bounds, offset))
         return dataclasses.replace(self, shape=tuple(shape), parts=tuple(parts))
 

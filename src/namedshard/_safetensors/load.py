@@ -9,12 +9,12 @@ import jax
 from jaxtyping import PyTree
 
 from namedshard._errors import NarrowingError, at
-from namedshard._place import boxes, moves
+from namedshard._place import boxes, local
 from namedshard._place.gather import parse_bytes
 from namedshard._plan.mapping import MappingLike, Policy
 from namedshard._plan.mesh import MeshLike
 from namedshard._safetensors.index import find_tensors
-from namedshard._safetensors.layout import Bounds, boxes_in, volume
+from namedshard._safetensors.layout import boxes_in
 from namedshard._safetensors.names import Names
 from namedshard._safetensors.progress import Progress, reporting
 from namedshard._safetensors.ranges import ReadSettings, coalesce, plan_chunks
@@ -29,12 +29,13 @@ from namedshard._safetensors.targets import (
     Unexpected,
     resolve_targets,
 )
+from namedshard._types import Bounds
 
 
 def _local_bounds(target: Target) -> list[Bounds]:
     """The distinct shards of a leaf that this process's devices need."""
     if target.sharding is None:
-        return [tuple((0, n) for n in target.shape)]
+        return [boxes.whole(target.shape)]
     return list(boxes.distinct_shards(target.shape, target.sharding))
 
 
@@ -46,7 +47,7 @@ def _batches(
     held = 0
     for target in targets:
         for bounds in needed[target.index]:
-            size = target.dtype.itemsize * volume(bounds)
+            size = target.dtype.itemsize * boxes.volume(bounds)
             if batch and limit is not None and held + size > limit:
                 yield batch
                 batch, held = [], 0
@@ -113,8 +114,8 @@ def _raise_unfit(batch: Batch) -> None:
 def _assemble(target: Target, shards: Mapping[Bounds, Any]) -> jax.Array:
     """A leaf's array from its shards of this process: host memory, or lists of arrays on devices."""
     if any(isinstance(data, list) for data in shards.values()):
-        return moves.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
-    return moves.from_pieces(target.shape, target.dtype, target.sharding, shards)
+        return local.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
+    return local.from_pieces(target.shape, target.dtype, target.sharding, shards)
 
 
 def _read_batch(
@@ -122,7 +123,7 @@ def _read_batch(
 ) -> Batch:
     batch: list[tuple[Target, ShardBuffer]] = []
     for target, bounds in wanted:
-        memory = boxes.aligned_empty(tuple(hi - lo for lo, hi in bounds), target.dtype)
+        memory = boxes.aligned_empty(boxes.shape_of(bounds), target.dtype)
         batch.append((target, ShardBuffer(bounds, memory, target.check)))
     execute_reads(_plan_reads(batch, files, budget), advance)
     _raise_unfit(batch)
@@ -131,7 +132,7 @@ def _read_batch(
 
 def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
-    staged = not all(moves.in_host_memory(t.sharding) for t in targets)
+    staged = not all(local.on_cpus(t.sharding) for t in targets)
     needed = {t.index: _local_bounds(t) for t in targets}
     # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
     arrays = {t.index: _assemble(t, {}) for t in targets if not needed[t.index]}
@@ -145,7 +146,7 @@ def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Pr
             for target, shard in _read_batch(wanted, files, budget // 2, advance):
                 data = shard.array
                 if staged:
-                    data = moves.onto_devices(target.shape, target.sharding, shard.bounds, data)
+                    data = local.onto_devices(target.shape, target.sharding, shard.bounds, data)
                     placed += data
                 shards[target.index][shard.bounds] = data
                 if len(shards[target.index]) == len(needed[target.index]):

@@ -71,7 +71,7 @@ def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
     block = stacked.Block
 
     def cut(path: tuple[Any, ...], x: Any) -> Any:
-        array = x.array if isinstance(x, NamedArray) else x
+        array: Any = x.array if isinstance(x, NamedArray) else x
         if not is_array_like(array):
             return x
         try:

@@ -14,8 +14,7 @@ from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import CheckpointError, at
-from namedshard._place import moves
-from namedshard._plan.leaves import is_array_like, named_leaves, path_string
+from namedshard._plan.leaves import is_array_like, named_leaves, native_dtype, path_string
 from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS, SURROGATES
 from namedshard._safetensors.layout import Part
 from namedshard._safetensors.names import Names, Tensor, tensors_of
@@ -103,7 +102,7 @@ def _resolve_tensor(tensor: Tensor, values: Mapping[str, Any], dtypes: DTypes) -
     lines: list[str] = []
     kinds: dict[np.dtype[Any], None] = {}
     for path in dict.fromkeys(paths):
-        have = np.dtype(moves.native(values[path].dtype))
+        have = np.dtype(native_dtype(values[path].dtype))
         wanted = requested_dtype(dtypes, path, have) or have
         kinds[wanted] = None
         if wanted not in CODES or CODES[wanted] in PACKED_BITS:

@@ -6,12 +6,13 @@ where reading a little more is cheaper than another read, and split so that no r
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from namedshard._safetensors.layout import Atom, Bounds, Part, flat_offset, volume
+from namedshard._place.boxes import volume, whole
+from namedshard._safetensors.layout import Atom, Part, flat_offset
+from namedshard._types import Bounds
 
 WASTE = 0.02
 """Of the bytes read, the share that no request needs, at most: once to fill rows, and once to coalesce ranges."""
@@ -56,7 +57,7 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Bytes read for it."""
-        return self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
+        return self.run_bytes * volume(self.box[: self.outer])
 
     @property
     def stop(self) -> int:
@@ -86,22 +87,22 @@ def _cover(atoms: Sequence[Atom], requests: Sequence[tuple[int, Bounds]], itemsi
 
 def _widen_rows(atoms: Sequence[Atom], rows: Cover, itemsize: int, row_bytes: int) -> Cover:
     """The boxes to read of each of several rows: the whole row, or those needed with short neighbors coalesced."""
-    whole = tuple((0, atom.extent) for atom in atoms)
-    size = volume(whole)
+    row = whole(atom.extent for atom in atoms)
+    size = volume(row)
     # Atoms with gaps between them fill no range of the tensor.
-    if not atoms or _run(atoms, whole)[0] < size:
+    if not atoms or _run(atoms, row)[0] < size:
         return rows
     needed = sum(volume(box) for box, _ in rows)
     shortest = min(_run(atoms, box)[0] for box, _ in rows) * itemsize
     worthwhile = needed >= size * (1 - WASTE) and (len(rows) == 1 or shortest < SHORT_RUN)
     if size * itemsize <= row_bytes or worthwhile:
-        return [(whole, tuple(sorted({number for _, numbers in rows for number in numbers})))]
+        return [(row, tuple(sorted({number for _, numbers in rows for number in numbers})))]
     return _coalesce_runs(atoms, rows, itemsize)
 
 
 def _coalesce_runs(atoms: Sequence[Atom], cover: Cover, itemsize: int) -> Cover:
     """Short runs that follow one another as one run, which several requests need."""
-    rest = tuple((0, atom.extent) for atom in atoms[1:])
+    rest = whole(atom.extent for atom in atoms[1:])
     out: Cover = []
     for box, numbers in cover:
         if out and box[1:] == rest == out[-1][0][1:] and out[-1][0][0][1] == box[0][0]:
@@ -151,8 +152,8 @@ def plan_chunks(
     cover = _cover(atoms, numbered, itemsize, 0)
     if sum(volume(box) // _run(atoms, box)[0] for box, _ in cover) > settings.max_runs:
         cover = _cover(atoms, numbered, itemsize, settings.row_bytes)
-    for whole, numbers in cover:
-        for box in _split(whole, settings.read_bytes // itemsize):
+    for rows, numbers in cover:
+        for box in _split(rows, settings.read_bytes // itemsize):
             run, outer = _run(atoms, box)
             start = begin + flat_offset(part, box) * itemsize
             yield Chunk(box, numbers, start, run * itemsize, outer)

@@ -4,16 +4,17 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from types import EllipsisType
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from namedshard._safetensors.layout import Bounds, Part, leaf_view, overlap, volume
+from namedshard._place.boxes import local_slices, overlap, shape_of, volume
+from namedshard._safetensors.layout import Part, leaf_view
 from namedshard._safetensors.ranges import Chunk, ReadSettings, run_offsets
 from namedshard._safetensors.source import Source
+from namedshard._types import Bounds
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -55,10 +56,6 @@ class Read:
         """The bytes that shards are made of, without the gaps between them."""
         shared = ((job, overlap(box, job.chunk.box)) for job in self.jobs for box, _ in job.requests)
         return sum(volume(both) * job.dtype.itemsize for job, both in shared if both is not None)
-
-
-def _within(box: Bounds, outer: Bounds) -> tuple[slice | EllipsisType, ...]:
-    return (*(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True)), ...)
 
 
 def _view(part: Part, box: Bounds, shard: ShardBuffer) -> np.ndarray:
@@ -136,11 +133,11 @@ class Scratch(threading.local):
 
 def _deliver(job: Job, raw: np.ndarray) -> None:
     """Convert and copy a chunk's bytes into the shards that need it."""
-    source = raw.view(job.dtype).reshape([hi - lo for lo, hi in job.chunk.box])
+    source = raw.view(job.dtype).reshape(shape_of(job.chunk.box))
     for box, shard in job.requests:
         shared = overlap(box, job.chunk.box)
         if shared is not None:
-            _convert(job, source[_within(shared, job.chunk.box)], _view(job.part, shared, shard), shard)
+            _convert(job, source[(*local_slices(shared, job.chunk.box), ...)], _view(job.part, shared, shard), shard)
 
 
 def _execute(read: Read, scratch: Scratch) -> None:

@@ -214,8 +214,8 @@ def _unseen(directory: str, written: Sequence[Mapping[str, str]]) -> dict[int, l
     end = time.monotonic() + VISIBLE_S
     while True:
         here = set(os.listdir(directory))
-        unseen = {p: [n for n, partial in files.items() if partial not in here] for p, files in enumerate(written)}
-        unseen = {p: names for p, names in unseen.items() if names}
+        absent = ((p, [n for n, partial in files.items() if partial not in here]) for p, files in enumerate(written))
+        unseen = {process: names for process, names in absent if names}
         if not unseen or time.monotonic() > end:
             return unseen
         time.sleep(0.1)

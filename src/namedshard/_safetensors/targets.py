@@ -22,6 +22,7 @@ from namedshard._errors import (
     message,
     warn_user,
 )
+from namedshard._place.boxes import volume
 from namedshard._place.shard import check_memory_kind, check_memory_of
 from namedshard._plan.best_effort import best_effort_spec
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
@@ -29,10 +30,10 @@ from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_m
 from namedshard._plan.mesh import MeshLike, describe, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
 from namedshard._safetensors.header import CODES, PACKED_BITS, TensorInfo
-from namedshard._safetensors.layout import Bounds, Part, boxes_in, volume
+from namedshard._safetensors.layout import Part, boxes_in
 from namedshard._safetensors.names import Names, Tensor, hold_leaf, tensors_by_leaf, tensors_of
 from namedshard._safetensors.progress import Progress
-from namedshard._types import PyTreeDef
+from namedshard._types import Bounds, PyTreeDef
 
 Missing: TypeAlias = Literal["error", "keep"]
 Unexpected: TypeAlias = Literal["error", "warn", "ignore"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError
-from namedshard._place import boxes, exchange, moves
+from namedshard._place import boxes, exchange, local
 from namedshard._place import transfer as collective
 from namedshard._processes.coordination import (
     ProcessFailed,
@@ -26,10 +26,11 @@ from namedshard._processes.coordination import (
 )
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
-from namedshard._safetensors.layout import Bounds, Part, boxes_in, leaf_bounds, leaf_view, overlap
+from namedshard._safetensors.layout import Part, boxes_in, leaf_bounds, leaf_view
 from namedshard._safetensors.outgoing import File, Outgoing
 from namedshard._safetensors.ranges import LOCAL, Chunk, plan_chunks, run_offsets
 from namedshard._safetensors.reader import find_unfit, limit_buffers, scaled
+from namedshard._types import Bounds
 
 
 class Failures:
@@ -137,17 +138,16 @@ class HostShards:
         out: np.ndarray | None = None
         for bounds, data in self.shards.items():
             for held in boxes_in(part, bounds):
-                shared = overlap(held, box)
+                shared = boxes.overlap(held, box)
                 if shared is None:
                     continue
                 region = leaf_bounds(part, shared)
-                within = tuple((lo - at, hi - at) for (lo, hi), (at, _) in zip(region, bounds, strict=True))
-                view = leaf_view(part, shared, moves.host_piece(data, within), [lo for lo, _ in region])
+                view = leaf_view(part, shared, local.read_box(data, bounds, region), [lo for lo, _ in region])
                 if shared == box:
                     return view
                 if out is None:
-                    out = np.empty([hi - lo for lo, hi in box], self.dtype)
-                out[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(shared, box, strict=True))] = view
+                    out = np.empty(boxes.shape_of(box), self.dtype)
+                out[boxes.local_slices(shared, box)] = view
         assert out is not None
         return out
 
@@ -158,17 +158,16 @@ def _shards_here(value: Any) -> HostShards:
         held = {boxes.bounds_of(shard.index, value.shape): shard.data for shard in value.addressable_shards}
         return HostShards(value.dtype, held)
     array = np.asarray(value)
-    return HostShards(array.dtype, {tuple((0, n) for n in array.shape): array})
+    return HostShards(array.dtype, {boxes.whole(array.shape): array})
 
 
 def _gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> HostShards | None:
     """A region of a shared array on one process; None on the others. A collective."""
     device = next(d for d in jax.devices() if d.process_index == owner)
-    buffers: dict[tuple[int, Bounds], np.ndarray] = {}
-    if owner == jax.process_index():
-        buffers[0, region] = np.empty([hi - lo for lo, hi in region], value.dtype)
-    collective.exchange([value], [exchange.layout({device: region}, value.ndim)], buffers, budget)
-    return HostShards(value.dtype, {region: buffers[0, region]}) if buffers else None
+    mine = owner == jax.process_index()
+    buffers = {region: np.empty(boxes.shape_of(region), value.dtype)} if mine else {}
+    collective.exchange([value], [exchange.layout({device: region}, value.ndim)], [buffers], budget)
+    return HostShards(value.dtype, buffers) if mine else None
 
 
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
