@@ -29,11 +29,6 @@ from namedshard import _jaxcompat as compat
 SMALL_SIZE = 128
 """Values up to this number of elements are small."""
 
-_CALLS = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2".split()  # noqa: SIM905
-)
-"""Operations that only run a jaxpr; what else they hold is rules of differentiation."""
-
 PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "device_put"})
 """Operations that change where values are, never the values: where results go is decided by the plan alone."""
 
@@ -120,13 +115,6 @@ def literal_data(literal: Any) -> np.ndarray:
     return np.asarray(literal.val, literal.aval.dtype)
 
 
-def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """What an operation runs, if that's all it does."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
-
-
 def flatten(closed: ClosedJaxpr) -> Graph:
     """The operations of a traced function.
 
@@ -150,7 +138,7 @@ def flatten(closed: ClosedJaxpr) -> Graph:
 
         for eqn in jaxpr.eqns:
             arguments = [read(v) for v in eqn.invars]
-            body = called(eqn)
+            body = compat.called(eqn)
             inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
             if eqn.primitive.name in PLACING:
                 results: Sequence[Ref] = arguments
@@ -217,7 +205,7 @@ _contents: "weakref.WeakKeyDictionary[Jaxpr, tuple[frozenset[tuple[str, bool]], 
 
 def contents_of(eqn: JaxprEqn) -> tuple[frozenset[tuple[str, bool]], int]:
     """The operations that an equation runs, each by its name and whether it has floating values; the largest size."""
-    body = called(eqn)
+    body = compat.called(eqn)
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     names = set[tuple[str, bool]]() if body is not None else {(eqn.primitive.name, any(map(is_float, avals)))}
     size = max((math.prod(getattr(aval, "shape", ())) for aval in avals), default=0)
@@ -364,7 +352,7 @@ def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Seq
     made: dict[int, int] = {}
     lines: list[Hashable] = []
     own: list[Op] = []
-    computing = sum(op.name not in _MOVING and op.name not in _CALLS for op in ops)
+    computing = sum(op.name not in _MOVING and op.name not in compat.PLAIN_CALLS for op in ops)
 
     def read(op: Op, ref: Ref) -> tuple[Hashable, Ref]:
         if isinstance(ref, Literal) and not _is_input(op, ref, computing):
@@ -438,7 +426,7 @@ def _freeze_jaxpr(jaxpr: Jaxpr) -> Hashable:
 
 def freeze_op(eqn: JaxprEqn) -> Hashable:
     """A hashable stand-in for an operation with its parameters; equal ones do the same to equal inputs."""
-    body = called(eqn)
+    body = compat.called(eqn)
     params: Mapping[str, Any] = eqn.params if body is None else {"": body, "name": eqn.params.get("name")}
     return eqn.primitive, compat.equation_options(eqn), _freeze(params)
 
