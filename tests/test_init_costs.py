@@ -23,7 +23,7 @@ from haliax import Axis
 from support import M8, M42, bits
 
 import namedshard as ns
-from namedshard._init import run
+from namedshard._init import programs
 
 MAPPING = {"embed": "data", "mlp": "model", "vocab": "model"}
 
@@ -186,10 +186,11 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(
     seconds: float, terminal: bool, shown: bool, monkeypatch: Any
 ) -> None:
     out = _Terminal()
-    monkeypatch.setattr(run, "_QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(run, "Console", lambda **_: rich.console.Console(file=out, force_terminal=terminal, width=80))
-    lowered: Any = {"slow": _Slow(seconds)}
-    assert run.finish(run.submit(lowered)) == {"slow": "compiled"}
+    monkeypatch.setattr(programs, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(
+        programs, "Console", lambda **_: rich.console.Console(file=out, force_terminal=terminal, width=80)
+    )
+    assert programs.finish({"slow": programs.submit(_Slow(seconds))}) == {"slow": "compiled"}
     assert ("init: compiling" in out.getvalue()) is shown
 
 
@@ -247,9 +248,9 @@ def test_clear_caches_forgets_the_programs() -> None:
     fn = DRAWS["uniform"]
     for _ in range(2):
         ns.init(fn, jr.PRNGKey(0), mapping={"mlp": "model"}, mesh=M42)
-    assert len(run._compilations) > 0
+    assert len(programs.compilations) > 0
     jax.clear_caches()
-    assert len(run._compilations) == 0
+    assert len(programs.compilations) == 0
     report = ns.init(fn, jr.PRNGKey(0), mapping={"mlp": "model"}, mesh=M42, report=True)[1]
     assert report.trace_seconds > 0
     assert all(program.compile_seconds > 0 for program in report.programs)

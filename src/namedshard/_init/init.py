@@ -13,18 +13,9 @@ from jaxtyping import PyTree
 from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
 from namedshard._errors import NoMeshError, message
-from namedshard._init.run import (
-    ProgramReport,
-    Recipe,
-    Run,
-    compile_programs,
-    finish,
-    make_recipe,
-    move,
-    submit,
-    temporary_bytes,
-)
-from namedshard._init.trace import NotHashable, Request, mesh_of, plan_outputs, trace, trace_context
+from namedshard._init.programs import finish, submit
+from namedshard._init.run import ProgramReport, Recipe, Run, make_recipe, move, temporary_bytes
+from namedshard._init.trace import Request, mesh_of, trace
 from namedshard._place.shard import check_memory_kind, shard
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
@@ -74,13 +65,10 @@ def _recipe_for(request: Request, *where: Any) -> tuple[Recipe, bool]:
     held: list[Hashable] = []
 
     def forget(_: Any) -> None:
-        for key in held:
-            _recipes.remove(key)
+        for one in held:
+            _recipes.remove(one)
 
-    try:
-        key = request.key(forget), where, trace_context()
-    except NotHashable:
-        return make_recipe(request, *where), True
+    key = request.key(forget), where
     recipe = _recipes.get(key)
     if recipe is not None:
         return recipe, False
@@ -174,14 +162,15 @@ def init(
     started = time.perf_counter()
     request = Request.of(fn, args, kwargs)
     found, where = _mapping_and_mesh("init", request, mapping, mesh, memory_kind)
-    if request.traced or not compat.nothing_traced() or jax.config.jax_disable_jit:
+    tracing = any(isinstance(x, Tracer) for x in request.arrays) or not compat.nothing_traced()
+    if tracing or jax.config.jax_disable_jit:
         tree = _traced(request, found, where, memory_kind)
         return (tree, _measured(tree, started)) if report else tree
     request.check()
     refuse_compiled("init", request.arrays, where)
     if isinstance(where, Mesh) and memory_kind is not None:
         check_memory_kind(where, memory_kind)
-    if request.abstract or isinstance(where, AbstractMesh):
+    if isinstance(where, AbstractMesh) or any(isinstance(x, jax.ShapeDtypeStruct) for x in request.arrays):
         tree = _described(request, found, where, memory_kind)
         return (tree, _measured(tree, started)) if report else tree
     if exact:
@@ -190,7 +179,7 @@ def init(
         return (tree, dataclasses.replace(measured, local=measured.leaves)) if report else tree
     recipe, new = _recipe_for(request, found, where, memory_kind)
     traced_at = time.perf_counter()
-    compilations = compile_programs(recipe)
+    compilations = recipe.compile()
     fresh = {key for key, compilation in compilations.items() if not compilation.done()}
     run = Run(recipe, request.arrays)
     waited = time.perf_counter()
@@ -232,30 +221,29 @@ def _traced(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None
 
 
 def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
-    traced = trace(request)
-    wanted = plan_outputs(traced, request, mapping, mesh, memory_kind)
-    leaves: list[Any] = []
-    for struct, slot, sharding in zip(traced.structs, traced.slots, wanted.places, strict=True):
-        if isinstance(sharding, NamedSharding) and slot is not None:
-            struct = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)
-        leaves.append(struct)
+    traced = trace(request, mapping, mesh, memory_kind)
+    leaves = [
+        output.value.update(sharding=output.place)
+        if output.slot is not None and isinstance(output.place, NamedSharding)
+        else output.value
+        for output in traced.outputs
+    ]
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)
 
 
 def _eager(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
     """Runs the function eagerly, then moves its results one by one, each released once it is sharded."""
-    to = plan_outputs(trace(request), request, mapping, mesh, memory_kind)
+    traced = trace(request, mapping, mesh, memory_kind)
     leaves, treedef = jax.tree_util.tree_flatten(request.run(request.arrays))
     inputs = {id(x) for x in request.arrays}
     moved: dict[Any, Any] = {}
-    for i, x in enumerate(leaves):
+    for i, (x, output) in enumerate(zip(leaves, traced.outputs, strict=True)):
         passed = id(x) in inputs or not isinstance(x, jax.Array)
-        want = to.kinds[i] if passed and not to.planned[i] else to.places[i]
-        key = id(x), want
-        if key not in moved:
+        want = output.kind if passed and not output.named else output.place
+        if (id(x), want) not in moved:
             # The original stays referenced as long as another leaf may be the same array.
-            moved[key] = x, (x if want is None else move({0: (x, want)}, [to.paths[i]])[0])
-        leaves[i] = moved[key][1]
+            moved[id(x), want] = x, (x if want is None else move({0: (x, want)}, [output.path])[0])
+        leaves[i] = moved[id(x), want][1]
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
@@ -321,7 +309,9 @@ class LoweredInit:
 
     def compile(self) -> CompiledInit:
         """Compiles the programs, for the mesh's devices, whether or not they're attached."""
-        return CompiledInit(self._request, self._recipe, finish(submit(self._lowered)))
+        return CompiledInit(
+            self._request, self._recipe, finish({key: submit(one) for key, one in self._lowered.items()})
+        )
 
 
 def lower_init(

@@ -41,7 +41,7 @@ def _view(op: Op) -> Callable[[np.ndarray], Sequence[np.ndarray]] | None:
     if op.name == "unstack":
         return lambda x: list(np.moveaxis(x, params["axis"], 0))
     if op.name in ("squeeze", "expand_dims") or (op.name == "reshape" and params.get("dimensions") is None):
-        return lambda x: [x.reshape(data_shape(outputs[0]))]
+        return lambda x: [x.reshape(data_struct(outputs[0]).shape)]
     if op.name == "slice":
         bounds = zip(params["start_indices"], params["limit_indices"], strict=True)
         steps = params["strides"] or (1,) * len(params["start_indices"])
@@ -50,9 +50,9 @@ def _view(op: Op) -> Callable[[np.ndarray], Sequence[np.ndarray]] | None:
     return None
 
 
-def data_shape(aval: Any) -> tuple[int, ...]:
-    """The shape of an array, or of the words of an array of keys."""
-    return compat.key_data_shape(aval) if compat.is_key_array(aval) else tuple(aval.shape)
+def data_struct(aval: Any) -> Any:
+    """Shape and dtype of an array, or of the data of an array of keys."""
+    return jax.ShapeDtypeStruct(compat.key_data_shape(aval), np.uint32) if compat.is_key_array(aval) else aval
 
 
 def host_data(value: Any) -> np.ndarray:

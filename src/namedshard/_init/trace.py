@@ -1,4 +1,4 @@
-"""Traces a call of an initializer: its inputs, its outputs, and the sharding that each output is to have."""
+"""Traces a call of an initializer, and plans where each of its outputs goes."""
 
 import contextlib
 import dataclasses
@@ -28,15 +28,6 @@ from namedshard._types import PyTreeDef, Tracer
 _KEYED_BYTES = 4096
 
 
-class NotHashable(Exception):
-    """The call has an argument that can't be part of a cache key."""
-
-
-def _argument_path(path: tuple[Any, ...]) -> str:
-    """``"args[0]['w']"``: a path within (function, args, kwargs)."""
-    return ("fn", "args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
     """A function with its arguments, flattened. JAX arrays and structs are inputs, everything else is static."""
@@ -54,11 +45,6 @@ class Request:
         dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
         return cls(leaves, treedef, dynamic)
 
-    def paths(self) -> list[tuple[Any, ...]]:
-        """Each leaf's path within (function, arguments, keyword arguments)."""
-        whole = jax.tree_util.tree_unflatten(self.treedef, self.leaves)
-        return [path for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
-
     @property
     def arrays(self) -> list[Any]:
         """The inputs."""
@@ -69,22 +55,6 @@ class Request:
         """The function."""
         return jax.tree_util.tree_unflatten(self.treedef, self.leaves)[0]
 
-    def types(self) -> dict[str, Any]:
-        """Each leaf by its path: arrays by shape, dtype and weak type, everything else by value."""
-        dynamic = set(self.dynamic)
-        found = [array_type(x) if i in dynamic else x for i, x in enumerate(self.leaves)]
-        return dict(zip(map(_argument_path, self.paths()), found, strict=True))
-
-    @property
-    def traced(self) -> bool:
-        """True if some input is a tracer."""
-        return any(isinstance(x, Tracer) for x in self.arrays)
-
-    @property
-    def abstract(self) -> bool:
-        """True if some input is a struct."""
-        return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays)
-
     def run(self, arrays: Sequence[Any]) -> PyTree:
         """Calls the function with these inputs."""
         leaves = list(self.leaves)
@@ -92,6 +62,17 @@ class Request:
             leaves[i] = x
         fn, args, kwargs = jax.tree_util.tree_unflatten(self.treedef, leaves)
         return fn(*args, **kwargs)
+
+    def paths(self) -> list[tuple[Any, ...]]:
+        """Each leaf's path within (function, arguments, keyword arguments)."""
+        whole = jax.tree_util.tree_unflatten(self.treedef, self.leaves)
+        return [path for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
+
+    def types(self) -> dict[str, Any]:
+        """Each leaf by its path: arrays by shape, dtype and weak type, everything else by value."""
+        dynamic = set(self.dynamic)
+        found = [array_type(x) if i in dynamic else x for i, x in enumerate(self.leaves)]
+        return dict(zip(map(_argument_path, self.paths()), found, strict=True))
 
     def check(self) -> None:
         """Raises `DeletedArrayError` for inputs that were donated or deleted."""
@@ -101,71 +82,66 @@ class Request:
             raise deleted_arrays("init", [_argument_path(paths[i]) for i in gone], len(self.dynamic))
 
     def key(self, forget: Callable[[Any], None]) -> Hashable:
-        """What tracing depends on. Functions count by identity and aren't kept alive by the key.
+        """What tracing depends on; it can't be hashed if an argument is known by its identity only.
 
-        Args:
-            forget: Called when one of these functions is gone.
-
-        Raises:
-            NotHashable: An argument can be told apart from others only by its identity.
+        Functions aren't kept alive by the key: ``forget`` is called when one is gone.
         """
         dynamic = set(self.dynamic)
-        parts: list[Hashable] = []
+        parts: list[Any] = []
         for i, leaf in enumerate(self.leaves):
             if i in dynamic:
                 parts.append((*array_type(leaf), leaf.sharding if getattr(leaf, "committed", True) else None))
-            elif isinstance(leaf, np.ndarray | np.generic):
-                if leaf.nbytes > _KEYED_BYTES or leaf.dtype.hasobject:
-                    raise NotHashable
+            elif isinstance(leaf, np.ndarray) and leaf.nbytes <= _KEYED_BYTES and not leaf.dtype.hasobject:
                 parts.append((leaf.dtype, leaf.shape, leaf.tobytes()))
-            elif isinstance(leaf, types.FunctionType):
-                parts.append(weakref.ref(leaf, forget))
             else:
-                parts.append(static_key(leaf))
-        out = self.treedef, number_types(held_values(self.treedef)), tuple(parts)
-        try:
-            hash(out)
-        except TypeError as error:
-            raise NotHashable from error
-        return out
+                parts.append(weakref.ref(leaf, forget) if isinstance(leaf, types.FunctionType) else static_key(leaf))
+        numbers = number_types(held_values(self.treedef))
+        return self.treedef, numbers, tuple(parts), current_mapping(), compat.trace_key()
 
 
-def trace_context() -> Hashable:
-    """What tracing depends on besides the call itself."""
-    return current_mapping(), compat.trace_key()
+def _argument_path(path: tuple[Any, ...]) -> str:
+    """``"args[0]['w']"``: a path within (function, args, kwargs)."""
+    return ("fn", "args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
 
+Destination: TypeAlias = NamedSharding | str | None
+"""A sharding; or the device that computes the value: in its own memory (None) or in the memory kind named."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Traced:
-    """A traced call.
+class Output:
+    """A leaf of the result.
 
     Attributes:
-        closed: The jaxpr.
-        treedef: The structure of the output.
-        statics: The output's leaves that aren't traced.
-        slots: For each output leaf its position among the jaxpr's outputs, or None for a static one.
-        structs: The output's leaves, with structs for arrays.
-        on_host: Whether the function itself puts an output into host memory.
-        specs: The spec that the function itself gives an output over Explicit axes, if it does.
-        mesh: The mesh in context.
+        path: Its path.
+        value: A struct, or the leaf itself if it isn't traced.
+        slot: Its position among the jaxpr's outputs; None if it isn't traced.
+        place: Where it goes.
+        named: Whether its names and the mapping say so.
+        kind: The memory kind that the function itself puts it in, unless another is asked for.
     """
+
+    path: str
+    value: Any
+    slot: int | None
+    place: Destination
+    named: bool
+    kind: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A traced call: its jaxpr, the structure and the leaves of its result, and the mesh in context."""
 
     closed: ClosedJaxpr
     treedef: PyTreeDef
-    statics: list[Any]
-    slots: list[int | None]
-    structs: list[Any]
-    on_host: list[bool]
-    specs: list[PartitionSpec | None]
+    outputs: list[Output]
     mesh: MeshLike | None
 
-    @property
-    def described(self) -> PyTree:
-        """The output with a ``jax.ShapeDtypeStruct`` for each array."""
-        return jax.tree_util.tree_unflatten(self.treedef, self.structs)
+
+_TRACED = object()
 
 
 def _auto_context() -> contextlib.AbstractContextManager[Any]:
@@ -185,9 +161,6 @@ def struct_of(x: Any, mesh: MeshLike | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if on_it else None, weak_type=weak)
 
 
-_TRACED = object()
-
-
 def _jaxpr_of(request: Request, typed_for: MeshLike | None = None) -> tuple[ClosedJaxpr, PyTreeDef, list[Any]]:
     """The jaxpr, and the output's structure and leaves, with `_TRACED` for each traced one.
 
@@ -204,10 +177,15 @@ def _jaxpr_of(request: Request, typed_for: MeshLike | None = None) -> tuple[Clos
     return closed, *found
 
 
-def trace(request: Request) -> Traced:
-    """Traces a call. Nothing is computed."""
-    mesh = context_mesh()
-    explicit = mesh is not None and compat.any_explicit(mesh)
+def trace(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> Traced:
+    """Traces a call and plans where its outputs go. Nothing is computed.
+
+    Named leaves: where the mapping says. Others, and all without a mapping: as the function itself shards them over
+    Explicit axes, else like the input that has their path and shape (an optimizer's moments follow the parameters),
+    else replicated. What the function puts into host memory stays there.
+    """
+    context = context_mesh()
+    explicit = context is not None and compat.any_explicit(context)
     auto: Any = None
     typed: Any = None
     # A function that asks for shardings over Explicit axes can't be traced over Auto ones. It may also fail for other
@@ -215,22 +193,24 @@ def trace(request: Request) -> Traced:
     with contextlib.suppress(Exception) if explicit else contextlib.nullcontext(), _auto_context():
         auto = _jaxpr_of(request)
     if auto is None:
-        auto = typed = _jaxpr_of(request, mesh)
+        auto = typed = _jaxpr_of(request, context)
     elif explicit and "sharding" in placed_by(auto[0].jaxpr):
         with contextlib.suppress(Exception):
-            typed = _jaxpr_of(request, mesh)
+            typed = _jaxpr_of(request, context)
     closed, treedef, leaves = auto
-    out = Traced(closed, treedef, [], [], [], [], [], mesh)
     slots = itertools.count()
+    outputs: list[Output] = []
     for leaf in leaves:
         slot = next(slots) if leaf is _TRACED else None
         aval = None if slot is None else closed.out_avals[slot]
-        out.statics.append(None if slot is not None else leaf)
-        out.slots.append(slot)
-        out.structs.append(leaf if aval is None else struct_of(aval))
-        out.on_host.append(compat.space_of_type(aval) == compat.space_of_kind("pinned_host"))
-        out.specs.append(None if slot is None or typed is None else _spec_of(typed[0].out_avals[slot]))
-    return out
+        on_host = compat.space_of_type(aval) == compat.space_of_kind("pinned_host")
+        kind = "pinned_host" if on_host and memory_kind is None else None
+        outputs.append(Output("", leaf if aval is None else struct_of(aval), slot, memory_kind or kind, False, kind))
+    # A spec for one mesh means the same on another of the same shape.
+    same = mesh is not None and context is not None and dict(mesh.shape) == dict(context.shape)
+    own_specs = [_spec_of(aval) for aval in typed[0].out_avals] if typed is not None and same else []
+    _plan(Traced(closed, treedef, outputs, context), request, mapping, mesh, own_specs)
+    return Traced(closed, treedef, outputs, context)
 
 
 def _spec_of(aval: Any) -> PartitionSpec | None:
@@ -241,14 +221,41 @@ def _spec_of(aval: Any) -> PartitionSpec | None:
 # --- where outputs go -------------------------------------------------------------------------------------------------
 
 
-def mesh_of(request: Request) -> MeshLike | None:
-    """The mesh that all sharded inputs are on, if it is one and the same."""
-    meshes = {
-        s.mesh
-        for x in request.arrays
-        if isinstance(s := getattr(x, "sharding", None), NamedSharding) and getattr(x, "committed", True)
-    }
-    return meshes.pop() if len(meshes) == 1 else None
+def _plan(
+    traced: Traced,
+    request: Request,
+    mapping: AxisMapping | None,
+    mesh: MeshLike | None,
+    own_specs: Sequence[PartitionSpec | None],
+) -> None:
+    """Sets where each output goes; so far that's a memory kind, or nowhere in particular."""
+    tree = jax.tree_util.tree_unflatten(traced.treedef, [output.value for output in traced.outputs])
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    by_name: list[NamedSharding | None] = [None] * len(paths)
+    if mesh is not None:
+        leaves = named_leaves(tree)
+        given = mapping or AxisMapping()
+        plan = plan_leaves(leaves, traced.treedef, given, mesh, memory_kind=None, manual=frozenset())
+        sharded = zip(leaves, map(plan.sharding_of, plan.leaves), strict=True)
+        by_name = [sharding if mapping is not None or leaf.own is not None else None for leaf, sharding in sharded]
+    arguments = request.paths()
+    inputs = [
+        (arguments[i][2:], tuple(request.leaves[i].shape), sharding)
+        for i in request.dynamic
+        if isinstance(sharding := getattr(request.leaves[i], "sharding", None), NamedSharding)
+        and (mesh is None or sharding.mesh == mesh)
+    ]
+    for output, path, sharding in zip(traced.outputs, paths, by_name, strict=True):
+        output.path = path_string(path)
+        output.named = sharding is not None
+        if sharding is None and output.slot is not None:
+            spec = own_specs[output.slot] if own_specs else None
+            sharding = _sharding_like(path, tuple(output.value.shape), inputs) if spec is None else None
+            if sharding is None and mesh is not None:
+                sharding = NamedSharding(mesh, spec or PartitionSpec())
+        if sharding is not None:
+            kind = output.place
+            output.place = sharding.with_memory_kind(kind) if isinstance(kind, str) else sharding
 
 
 def _sharding_like(path: tuple[Any, ...], shape: tuple[int, ...], inputs: Any) -> NamedSharding | None:
@@ -261,63 +268,11 @@ def _sharding_like(path: tuple[Any, ...], shape: tuple[int, ...], inputs: Any) -
     return longest[0] if longest and all(s.is_equivalent_to(longest[0], len(shape)) for s in longest) else None
 
 
-Destination: TypeAlias = NamedSharding | str | None
-"""A sharding; or the device that computes the value: in its own memory (None) or in the memory kind named."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Destinations:
-    """Where each output leaf goes, and whether the mapping asked for that.
-
-    ``kinds`` are the memory kinds in which the function itself leaves outputs, where no other was asked for.
-    """
-
-    places: list[Destination]
-    planned: list[bool]
-    kinds: list[str | None]
-    paths: list[str]
-
-
-def plan_outputs(
-    traced: Traced, request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
-) -> Destinations:
-    """Plans where each output leaf goes.
-
-    Named leaves: where the mapping says. Others, and all without a mapping: as the function itself shards them over
-    Explicit axes, else like the input that has their path and shape (an optimizer's moments follow the parameters),
-    else replicated. What the function leaves in host memory stays there.
-    """
-    kinds = [memory_kind or ("pinned_host" if on_host else None) for on_host in traced.on_host]
-    places: list[Destination] = [None] * len(traced.structs)
-    if mesh is not None:
-        leaves = named_leaves(traced.described)
-        given = mapping or AxisMapping()
-        plan = plan_leaves(leaves, traced.treedef, given, mesh, memory_kind=memory_kind, manual=frozenset())
-        for i, (leaf, planned) in enumerate(zip(leaves, plan.leaves, strict=True)):
-            if mapping is not None or leaf.own is not None:
-                places[i] = _in_kind(plan.sharding_of(planned), kinds[i])
-    planned = [place is not None for place in places]
-    input_paths = request.paths()
-    inputs = [
-        (input_paths[i][2:], tuple(request.leaves[i].shape), sharding)
-        for i in request.dynamic
-        if isinstance(sharding := getattr(request.leaves[i], "sharding", None), NamedSharding)
-        and (mesh is None or sharding.mesh == mesh)
-    ]
-    same_shape = mesh is not None and traced.mesh is not None and dict(mesh.shape) == dict(traced.mesh.shape)
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.described)[0]]
-    for i, (struct, slot, spec) in enumerate(zip(traced.structs, traced.slots, traced.specs, strict=True)):
-        if places[i] is not None or slot is None:
-            continue
-        followed = _sharding_like(paths[i], tuple(struct.shape), inputs) if inputs else None
-        if mesh is not None and spec is not None and same_shape:
-            followed = NamedSharding(mesh, spec)
-        elif mesh is not None and followed is None:
-            followed = NamedSharding(mesh, PartitionSpec())
-        places[i] = kinds[i] if followed is None else _in_kind(followed, kinds[i])
-    own = [kind if memory_kind is None else None for kind in kinds]
-    return Destinations(places, planned, own, [path_string(p) for p in paths])
-
-
-def _in_kind(sharding: NamedSharding | None, kind: str | None) -> NamedSharding | None:
-    return sharding if sharding is None or kind is None else sharding.with_memory_kind(kind)
+def mesh_of(request: Request) -> MeshLike | None:
+    """The mesh that all sharded inputs are on, if it is one and the same."""
+    meshes = {
+        s.mesh
+        for x in request.arrays
+        if isinstance(s := getattr(x, "sharding", None), NamedSharding) and getattr(x, "committed", True)
+    }
+    return meshes.pop() if len(meshes) == 1 else None
