@@ -335,14 +335,15 @@ class Tail:
     approximates: bool
 
 
-def _is_input(op: Op, literal: Literal, computing: int) -> bool:
+def _is_input(op: Op, literal: Literal, others: Mapping[bool, int]) -> bool:
     """Whether a literal is an input of a program, so that leaves with other scales or constants share the program.
 
     Only where the results are the same bits: a compiler that knows several numbers computes with their product or sum.
-    ``computing``: how many of the program's operations do more than move values.
+    ``others``: how many of the program's operations do more than move values, by whether they are calls.
     """
-    names = ("broadcast_in_dim",) if computing == 0 else ("mul", "add", "sub")
-    return computing <= 1 and op.name in names and literal_data(literal).shape == ()
+    if literal_data(literal).shape:
+        return False
+    return op.name == "broadcast_in_dim" if not others else op.name in ("mul", "add", "sub") and others[False] == 1
 
 
 def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Sequence[int]) -> Tail:
@@ -352,10 +353,10 @@ def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Seq
     made: dict[int, int] = {}
     lines: list[Hashable] = []
     own: list[Op] = []
-    computing = sum(op.name not in _MOVING and op.name not in compat.PLAIN_CALLS for op in ops)
+    others = collections.Counter(op.name in compat.PLAIN_CALLS for op in ops if op.name not in _MOVING)
 
     def read(op: Op, ref: Ref) -> tuple[Hashable, Ref]:
-        if isinstance(ref, Literal) and not _is_input(op, ref, computing):
+        if isinstance(ref, Literal) and not _is_input(op, ref, others):
             return _literal_key(ref), ref
         if not isinstance(ref, Literal) and ref in made:
             return made[ref], ref
