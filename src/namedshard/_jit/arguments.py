@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -23,7 +23,6 @@ from namedshard._types import Device, PyTreeDef
 # --- leaves -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
     """The flattened arguments of one call. Arrays are traced; all other leaves are static.
 
@@ -31,22 +30,16 @@ class Arguments:
         treedef: The structure of all arguments.
         leaves: All leaves, under the user's names.
         indices: Which of them are arrays.
+        arrays: Those leaves.
+        statics: The values of all leaves, with None in place of arrays.
     """
 
-    treedef: PyTreeDef
-    leaves: Sequence[Leaf]
-    indices: tuple[int, ...]
-
-    @property
-    def arrays(self) -> list[Leaf]:
-        """The leaves that are arrays."""
-        return [self.leaves[i] for i in self.indices]
-
-    @property
-    def statics(self) -> tuple[Any, ...]:
-        """The values of all leaves, with None in place of arrays."""
-        arrays = set(self.indices)
-        return tuple(None if i in arrays else leaf.value for i, leaf in enumerate(self.leaves))
+    def __init__(self, treedef: PyTreeDef, leaves: Sequence[Leaf]):
+        self.treedef = treedef
+        self.leaves = leaves
+        self.indices = tuple(i for i, leaf in enumerate(leaves) if is_array_like(leaf.value))
+        self.arrays = [leaves[i] for i in self.indices]
+        self.statics = tuple(None if is_array_like(leaf.value) else leaf.value for leaf in leaves)
 
 
 def holder_of(fn: Any) -> Any:
@@ -61,24 +54,17 @@ def holder_of(fn: Any) -> Any:
     return None if jax.tree_util.all_leaves([fn]) else fn
 
 
-def flatten_arguments(
-    treedef: PyTreeDef, fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Arguments:
-    """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
-
-    ``holders`` is the function itself where it holds arrays, and ``treedef`` the structure of everything.
-    """
-    leaves = _argument_leaves(fn, holders, args, kwargs)
-    return Arguments(treedef, leaves, tuple(i for i, leaf in enumerate(leaves) if is_array_like(leaf.value)))
-
-
-def _argument_leaves(
+def argument_leaves(
     fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Leaf]:
+    """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
+
+    ``holders`` is the function itself where it holds arrays.
+    """
     named: list[Leaf] = []
     for holder in holders:
         if isinstance(holder, jax.tree_util.Partial):
-            named += _argument_leaves(holder.func, (), holder.args, holder.keywords)
+            named += argument_leaves(holder.func, (), holder.args, holder.keywords)
         else:
             named += _leaves_under("fn", holder)
     for name, value in zip(_positional_names(fn, len(args)), args, strict=True):
@@ -117,14 +103,8 @@ def _leaves_under(name: str, tree: Any) -> list[Leaf]:
 # --- where each must be placed ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArgumentPlan:
-    """What to do with one array argument before a call.
-
-    Attributes:
-        place: Where to put it first; None where it may stay.
-        mismatch: How a committed array differs from what the call needs, as a line of a message.
-    """
+class ArgumentPlan(NamedTuple):
+    """Where to put one array argument before a call (None: it may stay), and how it differs from what is needed."""
 
     place: NamedSharding | None = None
     mismatch: str | None = None
@@ -219,12 +199,7 @@ def _plan_without_mesh(arrays: Sequence[Leaf]) -> list[ArgumentPlan]:
 def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: NamedSharding) -> str | None:
     """How a committed array differs from what a call needs, as a line of a message; None if it fits.
 
-    Args:
-        path: Its leaf path.
-        x: The array, or a struct with a sharding.
-        want: The sharding it must have; None: any spec on the mesh will do.
-        mesh: The mesh of the call.
-        place: Where it would be moved.
+    It must have the sharding ``want`` (None: any spec on the mesh will do), and would be moved to ``place``.
     """
     have = x.sharding
     found = [*_device_differences(have, mesh), *_axis_differences(have, mesh)]
@@ -233,11 +208,18 @@ def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: Na
             found.append(("memory kind", f"memory kind {have.memory_kind!r}, but expected {want.memory_kind!r}"))
         if not have.is_equivalent_to(want.with_memory_kind(have.memory_kind), len(x.shape)):
             found.append(("spec", f"spec {_spec_text(have)}, but expected {_spec_text(want)}"))
-    return _difference_line(path, found, _moved_bytes(x, place)) if found else None
+    return _difference_line(path, x, found, place)
 
 
-def _difference_line(path: str, found: Sequence[tuple[str, str]], moved: int) -> str:
+def _difference_line(
+    path: str, x: Any, found: Sequence[tuple[str, str]], place: NamedSharding | None = None
+) -> str | None:
+    if not found:
+        return None
     kinds, parts = zip(*found, strict=True)
+    # Where only names change, no byte moves.
+    stays = place is not None and x.sharding.is_equivalent_to(place, len(x.shape))
+    moved = 0 if stays else math.prod(x.shape) * x.dtype.itemsize
     return f"{path}: [{', '.join(kinds)}] {'; '.join(parts)}; a move costs {human_bytes(moved)}"
 
 
@@ -277,8 +259,7 @@ def _axis_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
 
 def _compare_devices(leaf: Leaf, reference: Leaf) -> str | None:
     have, want = (compat.device_order(x.value.sharding) for x in (leaf, reference))
-    found = list(_order_difference(have, want, f"{reference.path} is on"))
-    return _difference_line(leaf.path, found, leaf.value.nbytes) if found else None
+    return _difference_line(leaf.path, leaf.value, list(_order_difference(have, want, f"{reference.path} is on")))
 
 
 def _ids(devices: Sequence[Device]) -> str:
@@ -292,17 +273,6 @@ def _spec_text(sharding: Sharding) -> str:
     if isinstance(sharding, NamedSharding):
         return str(sharding.spec)
     return "one device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
-
-
-def _moved_bytes(x: Any, place: NamedSharding) -> int:
-    """Bytes to move: none where only names change, else all."""
-    shape, have = tuple(x.shape), x.sharding
-    stays = (
-        compat.device_order(have) == compat.device_order(place)
-        and have.memory_kind == place.memory_kind
-        and have.devices_indices_map(shape) == place.devices_indices_map(shape)
-    )
-    return 0 if stays else math.prod(shape) * x.dtype.itemsize
 
 
 # --- the message ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
-from namedshard._jit.arguments import ArgumentPlan, flatten_arguments, holder_of, mismatch_text, plan_arguments
+from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
 from namedshard._jit.program import Function, Program, TraceContext, code_of
 from namedshard._jit.signature import (
@@ -129,7 +129,7 @@ class NamedJit:
         """Check the arguments of a new signature, decide where each goes, and find or make the program to run."""
         treedef, _, mapping, *_ = key
         options, store = self._options, self._store
-        arguments = flatten_arguments(treedef, self._fn, self._prefix, args, kwargs)
+        arguments = Arguments(treedef, argument_leaves(self._fn, self._prefix, args, kwargs))
         check_hashable(self._name, key, arguments.leaves)
         with store.lock:
             mesh = context_mesh()
