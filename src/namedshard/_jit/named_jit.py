@@ -12,10 +12,10 @@ import jax
 from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
+from namedshard._errors import MismatchError, NoMeshError, human_bytes
 from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
-from namedshard._jit.program import Function, Program, TraceContext, code_of
+from namedshard._jit.program import Function, Program, code_of
 from namedshard._jit.signature import (
     check_hashable,
     differing_numbers,
@@ -55,7 +55,7 @@ class NamedJit:
             self._store = store_of_structure(jax.tree_util.tree_structure(holder), options)
         named = fn.func if isinstance(fn, functools.partial) else fn
         self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
-        self._function = Function(self._name, get, code_of(named), dict(options.jit_kwargs))
+        self._function = Function(self._name, get, code_of(named), dict(options.jit_kwargs), self._store.log)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundNamedJit(self, instance)
@@ -72,18 +72,18 @@ class NamedJit:
         program = call.program
         arrays = program.select(leaves)
         if compat.CRASHES_ON_DELETED or call.moves or not call.has_run:
-            check_not_deleted(self._name, arrays, call.concrete, call.paths)
+            check_not_deleted(program, arrays, call.concrete)
         if program.donate:
-            check_shared(self._name, arrays, program.donate, call.paths)
+            check_shared(program, arrays)
         if not call.has_run:
-            self._require_devices(program.context.mesh)
+            self._require_devices(program.mesh)
             self._trace(call, arrays)
         if call.moves:
             arrays = self._place(arrays, call)
         try:
             out = program.jitted(*arrays) if call.has_run else self._first_run(call, arrays)
         except RuntimeError:
-            check_not_deleted(self._name, arrays, call.concrete, call.paths)
+            check_not_deleted(program, arrays, call.concrete)
             raise
         store.runs = call.used = store.runs + 1
         return program.finish(arrays, out) if program.empty or program.delete_after else program.build(out)
@@ -144,12 +144,10 @@ class NamedJit:
                 donated = [False] * self._fn_leaf_count
                 donated += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
                 out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
-                context = TraceContext(mapping, out_mapping, mesh)
-                program = store.programs[full_key] = Program(self._function, arguments, donated, context)
+                program = Program(self._function, arguments, donated, (mapping, out_mapping), mesh)
+                store.programs[full_key] = program
             call = CallPlan(
                 program,
-                tuple(leaf.path for leaf in arguments.leaves),
-                tuple(leaf.path for leaf in arguments.arrays),
                 tuple(n for n, leaf in enumerate(arguments.arrays) if is_concrete(leaf.value)),
                 tuple((n, p.place) for n, p in enumerate(plans) if p.place is not None),
                 tuple(n for n, p in enumerate(plans) if p.mismatch is not None),
@@ -177,7 +175,7 @@ class NamedJit:
         text = mismatch_text(self._name, arrays, plans, (given, mapping), mesh)
         if policy != "warn":
             raise MismatchError(text)
-        self._warn(text)
+        self._store.log.warn(text)
         return [p if p.mismatch is None else ArgumentPlan() for p in plans]
 
     def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
@@ -187,13 +185,10 @@ class NamedJit:
                 f"{self._name}: there is an axis mapping, but no mesh is in force",
                 fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
             )
-        hint = "" if mesh is not None or mapping is not None else thread_hint()
-        if hint:
-            self._warn(
-                message(
-                    f"{self._name}: no axis mapping and no mesh is in force{hint}",
-                    fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
-                )
+        if mesh is None and mapping is None and (hint := thread_hint()):
+            self._store.log.warn(
+                f"{self._name}: no axis mapping and no mesh is in force{hint}",
+                fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
             )
 
     def _require_devices(self, mesh: MeshLike | None) -> None:
@@ -212,18 +207,11 @@ class NamedJit:
             if len(seen) < 3:
                 seen.add(static_key(leaf.value))
                 if len(seen) == 3:
-                    self._warn(
-                        message(
-                            f"{self._name}: argument {leaf.path} is a Python {type(leaf.value).__name__} and has had 3"
-                            " distinct values; each of them compiles the function again",
-                            fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
-                        )
+                    self._store.log.warn(
+                        f"{self._name}: argument {leaf.path} is a Python {type(leaf.value).__name__} and has had 3"
+                        " distinct values; each of them compiles the function again",
+                        fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
                     )
-
-    def _warn(self, text: str | None) -> None:
-        if text is not None and text not in self._store.warned:
-            self._store.warned.add(text)
-            warn_user(text)
 
     # --- trace and run ------------------------------------------------------------------------------------------------
 
@@ -235,28 +223,25 @@ class NamedJit:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
             weak = bool(getattr(x, "weak_type", False))
             placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
-        if program.jitted is None:
-            self._warn(program.trace(placed))
+        program.trace(placed)
         if program.donate:
-            check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
+            check_donatable(program, placed)
         return placed
 
     def _place(self, arrays: Sequence[Any], call: CallPlan) -> list[Any]:
-        placed = place_leaves(call.paths, arrays, call.moves, call.program.donate)
+        store, paths = self._store, call.program.paths
+        placed = place_leaves(paths, arrays, call.moves, call.program.donate)
         if call.reshards:
-            store = self._store
             moved = sum(arrays[n].nbytes for n in call.reshards)
-            store.reshards += len(call.reshards)
-            store.bytes_moved += moved
+            store.log.reshards += len(call.reshards)
+            store.log.bytes_moved += moved
             call.streak = call.streak + 1 if call.last_run == store.runs - 1 else 1
             call.last_run = store.runs
             if call.streak == 3:
-                self._warn(
-                    message(
-                        f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",
-                        [f"{call.paths[n]}: {human_bytes(arrays[n].nbytes)}" for n in call.reshards],
-                        fix="place them once, before the loop, with ns.shard",
-                    )
+                store.log.warn(
+                    f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",
+                    [f"{paths[n]}: {human_bytes(arrays[n].nbytes)}" for n in call.reshards],
+                    fix="place them once, before the loop, with ns.shard",
                 )
         return placed
 
@@ -266,7 +251,7 @@ class NamedJit:
             program.check_memory(arrays)
             out = program.jitted(*arrays)
         call.has_run = True
-        self._warn(program.check_places(out))
+        program.check_places(out)
         return out
 
     # --- lower without running ----------------------------------------------------------------------------------------
@@ -301,10 +286,7 @@ class NamedJit:
             NamedShardError: As a call does.
         """
         program = self._trace_only(args, kwargs)[0].program
-        typed = ((o.aval, o.asked) for o in program.outputs)
-        return program.build(
-            [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in typed]
-        )
+        return program.build([output.struct for output in program.outputs])
 
     def _trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
         """What to do in a call, with the program traced, and the arguments as they would be placed."""
@@ -313,17 +295,16 @@ class NamedJit:
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
-        return self._store.report()
+        runs, log = self._store.runs, self._store.log
+        return Report(runs, log.traces, log.compiles, log.reshards, log.bytes_moved)
 
 
-@jax.tree_util.register_pytree_node_class
 class BoundNamedJit:
     """A `NamedJit` used as a method, with its instance; a tree, so that the instance's arrays are seen."""
 
     def __init__(self, jitted: NamedJit, instance: Any):
-        self.__func__ = jitted
+        self.__func__ = self.__wrapped__ = jitted
         self.__self__ = instance
-        self.__wrapped__ = jitted
         self.report = jitted.report
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -338,14 +319,12 @@ class BoundNamedJit:
         """The method's result without running it; see `NamedJit.eval_shape`."""
         return self.__func__.eval_shape(self.__self__, *args, **kwargs)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], NamedJit]:
-        """The instance, with the function as metadata."""
-        return (self.__self__,), self.__func__
 
-    @classmethod
-    def tree_unflatten(cls, aux: NamedJit, children: Sequence[Any]) -> "BoundNamedJit":
-        """The inverse of `tree_flatten`."""
-        return cls(aux, children[0])
+jax.tree_util.register_pytree_node(
+    BoundNamedJit,
+    lambda bound: ((bound.__self__,), bound.__func__),
+    lambda jitted, instance: BoundNamedJit(jitted, *instance),
+)
 
 
 def _frozen(spec: Any) -> Any:
@@ -458,11 +437,7 @@ def named_jit(
         on_mismatch,
         tuple(sorted(jit_kwargs.items())),
     )
-
-    def wrap(function: Callable[..., Any]) -> NamedJit:
-        return NamedJit(function, options)
-
-    return wrap if fn is None else wrap(fn)
+    return functools.partial(NamedJit, options=options) if fn is None else NamedJit(fn, options)
 
 
 @overload
@@ -511,13 +486,4 @@ def fsdp(
         fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping
     if parameter_mapping is None or compute_mapping is None:
         raise TypeError("fsdp needs a parameter_mapping and a compute_mapping")
-
-    def wrap(function: Callable[..., Any]) -> NamedJit:
-        return named_jit(
-            function,
-            compute_mapping,
-            in_axis_resources=parameter_mapping,
-            out_axis_resources=parameter_mapping,
-        )
-
-    return wrap if fn is None else wrap(fn)
+    return named_jit(fn, compute_mapping, in_axis_resources=parameter_mapping, out_axis_resources=parameter_mapping)

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Generator, Sequence
+import types
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import OffloadError, count_of, message
+from namedshard._errors import OffloadError, count_of, message, warn_user
 from namedshard._jit.arguments import Arguments
 from namedshard._jit.transfers import check_transfers
 from namedshard._jit.unflatten import Builder, unflattener
@@ -25,36 +26,40 @@ from namedshard._plan.plan import plan_leaves
 from namedshard._types import PyTreeDef, Tracer
 
 
+class Log:
+    """Counts what a compiled function has done, and gives each of its warnings once."""
+
+    def __init__(self) -> None:
+        self.traces = self.compiles = self.reshards = self.bytes_moved = 0
+        self._warned: set[str] = set()
+
+    def warn(self, headline: str, lines: Iterable[str] = (), fix: str | None = None) -> None:
+        """Warn with a `message`."""
+        text = message(headline, lines, fix)
+        if text not in self._warned:
+            self._warned.add(text)
+            warn_user(text)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Function:
     """The user's function, for a program that doesn't keep it alive.
 
-    Attributes:
-        name: Its name in messages.
-        get: Returns it; None where it is the first of the arguments.
-        code: Its code object, which JAX's messages name it by.
-        jit_kwargs: Options for ``jax.jit``.
+    ``get`` returns it (None: it is the first of the arguments), ``code`` is its code object, which JAX's messages name
+    it by, and ``jit_kwargs`` are options for ``jax.jit``.
     """
 
     name: str
     get: Callable[[], Callable[..., Any]] | None
     code: Any
     jit_kwargs: dict[str, Any]
+    log: Log
 
 
 def code_of(fn: Callable[..., Any]) -> Any:
     """The code object of a function, or of an object's ``__call__``; None where there is none."""
     plain = inspect.unwrap(fn)
     return getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TraceContext:
-    """What a function is traced under: the mappings for its body and for its results, and the mesh."""
-
-    mapping: AxisMapping | None
-    out_mapping: AxisMapping | None
-    mesh: MeshLike | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,41 +86,46 @@ def _untraced(_: Sequence[Any]) -> Any:
 
 
 class Program:
-    """One structure, one set of statics and avals, one mapping, one mesh.
+    """One structure, one set of statics and avals, one mapping, one mesh; traced at its first use.
 
     Attributes:
-        name: The user's function's.
-        treedef: Of the arguments.
+        names: The path of each argument leaf.
         statics: The argument leaves that are not passed, None in place of those that are.
         indices: The numbers of the argument leaves that are passed; None means all of them.
+        paths: Their paths.
         donate: Positions among these.
         delete_after: Those of ``donate`` that are deleted after a run: on one device JAX may give a donated array's
             host memory to a result that belongs in device memory, and then ends the process.
-        context: The mappings and the mesh that it is traced under.
         jitted: The flat function, to be run; None until it is traced, and its trace checked.
-        traces: How often the function's body has run.
-        compiles: Executables made.
-        outputs: The array outputs, in order.
         empty: Positions of outputs without elements that a mapping places: the compiler forgets where these belong.
         build: From flat outputs to the result; a faster one from the second use on.
     """
 
-    def __init__(self, function: Function, arguments: Arguments, donated: Sequence[bool], context: TraceContext):
-        """A program that is traced at its first use. ``donated`` has an entry for each leaf."""
+    def __init__(
+        self,
+        function: Function,
+        arguments: Arguments,
+        donated: Sequence[bool],
+        mappings: tuple[AxisMapping | None, AxisMapping | None],
+        mesh: MeshLike | None,
+    ):
+        """``donated`` has an entry for each leaf; the mappings are those for the function's body and its results."""
         arrays = [leaf.value for leaf in arguments.arrays]
         self.name = function.name
         self.treedef = arguments.treedef
+        self.names = tuple(leaf.path for leaf in arguments.leaves)
         self.statics = arguments.statics
         self.indices = None if len(arrays) == len(self.statics) else arguments.indices
+        self.paths = tuple(leaf.path for leaf in arguments.arrays)
         self.donate = tuple(n for n, i in enumerate(arguments.indices) if donated[i])
-        alone = context.mesh is None or context.mesh.size == 1
+        alone = mesh is None or mesh.size == 1
         self.delete_after = tuple(n for n in self.donate if alone and _is_in_host_memory(arrays[n]))
-        self.context = context
+        self.mesh = mesh
         self.jitted: Any = None
-        self.traces = self.compiles = 0
         self.outputs: tuple[Output, ...] = ()
         self.empty: tuple[tuple[int, NamedSharding], ...] = ()
         self.build: Builder = _untraced
+        self._mapping, self._out_mapping = mappings
         self._lock = threading.Lock()
         # Without compilation JAX ignores `out_shardings`, so that they can't replace constraints.
         compiled = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,7 +145,7 @@ class Program:
             try:
                 yield
             finally:
-                self.compiles += made[0]
+                self._function.log.compiles += made[0]
 
     def finish(self, arrays: Sequence[Any], out: Sequence[Any]) -> Any:
         """The function's result from the flat arguments and outputs."""
@@ -148,18 +158,19 @@ class Program:
 
     # --- trace --------------------------------------------------------------------------------------------------------
 
-    def trace(self, values: Sequence[Any]) -> str | None:
-        """Trace, once, and find what the compiler would silently get wrong: raises, or returns a warning."""
+    def trace(self, values: Sequence[Any]) -> None:
+        """Trace, once, and find what the compiler would silently get wrong: raises, or warns."""
         with self._one_thread():
             if self.jitted is not None:
-                return None
+                return
             jaxpr = jax.jit(self._flat).trace(*values).jaxpr
-            warning = check_transfers(self.name, jaxpr.jaxpr, values, self.context.mesh)
+            warning = check_transfers(self.name, jaxpr.jaxpr, values, self.mesh)
             # `out_shardings` are known only now. JAX shares the trace.
             asked = {} if all(s is None for s in self._out_shardings) else {"out_shardings": self._out_shardings}
             donate = tuple(n for n in self.donate if n not in self.delete_after)
             self.jitted = jax.jit(self._flat, **asked, **self._function.jit_kwargs, donate_argnums=donate)
-        return warning
+        if warning is not None:
+            self._function.log.warn(warning)
 
     @contextlib.contextmanager
     def _one_thread(self) -> Generator[None, None, None]:
@@ -178,10 +189,10 @@ class Program:
     def _flat_function(self, arguments: Arguments) -> Callable[..., tuple[Any, ...]]:
         """From array arguments to array outputs, under the name, code and argument names of the user's function."""
         # Nothing here may keep the arguments' values alive.
-        get, mapping, indices = self._function.get, self.context.mapping, arguments.indices
+        get, log, mapping, indices = self._function.get, self._function.log, self._mapping, arguments.indices
 
         def flat(*values: Any) -> tuple[Any, ...]:
-            self.traces += 1
+            log.traces += 1
             whole = jax.tree_util.tree_unflatten(self.treedef, _filled(self.statics, indices, values))
             fn, args, kwargs = whole if get is None else (get(), *whole)
             if mapping is None:
@@ -195,14 +206,15 @@ class Program:
         only = inspect.Parameter.POSITIONAL_ONLY
         named.__signature__ = inspect.Signature([inspect.Parameter(_Path(x.path), only) for x in arguments.arrays])
         if self._function.code is not None:
-            named.__wrapped__ = _Coded(flat.__name__, self._function.code)
+            # JAX's messages take a function's code from what it wraps.
+            named.__wrapped__ = types.SimpleNamespace(__name__=flat.__name__, __code__=self._function.code)
         return flat
 
     def _place_outputs(self, out: Any) -> tuple[Any, ...]:
         """Constrain the outputs, and note their structure and what was asked of them."""
         leaves, treedef = jax.tree_util.tree_flatten(out)
         walked = named_leaves(out)
-        asked = _asked(walked, treedef, self.context.out_mapping)
+        asked = _asked(walked, treedef, self._out_mapping)
         leaves, by_jit = self._constrain([leaf.path for leaf in walked], leaves, asked)
         indices = [i for i, x in enumerate(leaves) if _is_output_array(x)]
         values = tuple(jnp.asarray(x) if not isinstance(x := leaves[i], jax.Array) else x for i in indices)
@@ -275,7 +287,7 @@ class Program:
             raise self._lost_host_memory(wrong)
 
     def _lost_host_memory(self, wrong: Sequence[tuple[Output, str]]) -> OffloadError:
-        types = () if self.context.mesh is None else self.context.mesh.axis_types
+        types = () if self.mesh is None else self.mesh.axis_types
         mixed = AxisType.Explicit in types and AxisType.Auto in types
         return OffloadError(
             f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
@@ -284,8 +296,8 @@ class Program:
             fix=_MIXED_FIX if mixed else "use a newer jaxlib, or do not offload on this backend",
         )
 
-    def check_places(self, out: Sequence[Any]) -> str | None:
-        """A warning, if the outputs of a run have other shardings than their mapping asks for."""
+    def check_places(self, out: Sequence[Any]) -> None:
+        """Warn if the outputs of a run have other shardings than their mapping asks for."""
         lines: list[str] = []
         for x, output in zip(out, self.outputs, strict=True):
             asked = output.asked
@@ -296,13 +308,12 @@ class Program:
                 lines.append(f"{output.path}: in memory {have.memory_kind!r}, but {asked.memory_kind!r} was asked for")
             elif not have.is_equivalent_to(asked, x.ndim):
                 lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
-        if not lines:
-            return None
-        return message(
-            f"{self.name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
-            lines,
-            fix="move the result after the call with ns.shard",
-        )
+        if lines:
+            self._function.log.warn(
+                f"{self.name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
+                lines,
+                fix="move the result after the call with ns.shard",
+            )
 
 
 _MIXED_FIX = (
@@ -318,14 +329,6 @@ class _Path(str):
 
     def isidentifier(self) -> bool:
         return True
-
-
-class _Coded:
-    """Has the name and the code of a function, and holds nothing else of it."""
-
-    def __init__(self, name: str, code: Any):
-        self.__name__ = name
-        self.__code__ = code
 
 
 def _filled(statics: Sequence[Any], indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:

@@ -60,16 +60,16 @@ class Compiled(_Stage):
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, (*self._bound, *args), kwargs))
         self._check_structure(leaves, treedef)
         arrays = program.select(leaves)
-        check_not_deleted(program.name, arrays, [n for n, x in enumerate(arrays) if is_concrete(x)], call.paths)
+        check_not_deleted(program, arrays, (n for n, x in enumerate(arrays) if is_concrete(x)))
         if program.donate:
-            check_shared(program.name, arrays, program.donate, call.paths)
+            check_shared(program, arrays)
         # Where it was lowered for structs, an array that is committed elsewhere is a mismatch, as in a call.
         moves = [
             (n, want)
             for n, want in call.moves
             if n in call.reshards or not placement_of(arrays[n], staging=False).committed
         ]
-        values = place_leaves(call.paths, arrays, moves, program.donate) if moves else arrays
+        values = place_leaves(program.paths, arrays, moves, program.donate) if moves else arrays
         try:
             out = self._stage(*values)
         except (TypeError, ValueError):
@@ -87,7 +87,7 @@ class Compiled(_Stage):
         arrays = set(range(len(leaves)) if program.indices is None else program.indices)
         differ = [
             f"{path}: lowered for {was!r}, called with {now!r}"
-            for i, (path, was, now) in enumerate(zip(self._call.names, program.statics, leaves, strict=True))
+            for i, (path, was, now) in enumerate(zip(program.names, program.statics, leaves, strict=True))
             if i not in arrays and static_key(was) != static_key(now)
         ]
         if differ:
@@ -97,7 +97,7 @@ class Compiled(_Stage):
         wanted = jax.tree_util.tree_leaves(self._stage.in_avals)
         lines = [
             f"{path}: lowered for {want.str_short()}, called with {jax.typeof(x).str_short()}"
-            for path, want, x in zip(self._call.paths, wanted, values, strict=True)
+            for path, want, x in zip(self._call.program.paths, wanted, values, strict=True)
             if (want.shape, want.dtype) != (jax.typeof(x).shape, jax.typeof(x).dtype)
         ]
         if lines:
@@ -112,7 +112,7 @@ class Compiled(_Stage):
         # None stands for arguments that nothing depends on.
         wanted = jax.tree_util.tree_leaves(self._stage.input_shardings, is_leaf=lambda x: x is None)
         found: list[str] = []
-        for path, want, x in zip(self._call.paths, wanted, values, strict=True):
+        for path, want, x in zip(self._call.program.paths, wanted, values, strict=True):
             if getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh):
                 mismatch = compare(path, x, want, want.mesh, want)
                 found += [] if mismatch is None else [mismatch]

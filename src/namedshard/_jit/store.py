@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from jax.sharding import NamedSharding
 
 from namedshard._cache import BoundedCache
-from namedshard._jit.program import Program
+from namedshard._jit.program import Log, Program
 from namedshard._plan.mapping import AxisMapping
 from namedshard._types import PyTreeDef
 
@@ -61,8 +61,6 @@ class CallPlan:
 
     Attributes:
         program: What to run.
-        names: The leaf path of each argument leaf.
-        paths: The same of those that are arrays.
         concrete: Positions of the arrays that may have been deleted: no tracers, and nothing abstract.
         moves: Arguments to place first, with where.
         reshards: Those of them that are mismatches.
@@ -73,8 +71,6 @@ class CallPlan:
     """
 
     program: Program
-    names: tuple[str, ...]
-    paths: tuple[str, ...]
     concrete: tuple[int, ...]
     moves: tuple[tuple[int, NamedSharding], ...]
     reshards: tuple[int, ...]
@@ -94,12 +90,8 @@ class Store:
         self.last: tuple[Any, CallPlan | None] = (None, None)
         self.lock = threading.RLock()
         self.numbers_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
-        self.warned: set[str] = set()
+        self.log = Log()
         self.runs = 0
-        self.reshards = 0
-        self.bytes_moved = 0
-        self._dropped_traces = 0
-        self._dropped_compiles = 0
 
     def add(self, key: Hashable, call: CallPlan) -> None:
         """Keep a call plan. Over the limits, a quarter is dropped, with the programs that no other plan runs."""
@@ -110,18 +102,7 @@ class Store:
         recent = sorted(self.calls.items(), key=lambda item: item[1].used)
         self.calls = dict(recent[len(recent) // 4 :])
         needed = {id(kept.program) for kept in self.calls.values()}
-        for name, program in list(self.programs.items()):
-            if id(program) not in needed:
-                self._dropped_traces += program.traces
-                self._dropped_compiles += program.compiles
-                del self.programs[name]
-
-    def report(self) -> Report:
-        """The counts so far."""
-        programs = list(self.programs.values())
-        traces = self._dropped_traces + sum(p.traces for p in programs)
-        compiles = self._dropped_compiles + sum(p.compiles for p in programs)
-        return Report(self.runs, traces, compiles, self.reshards, self.bytes_moved)
+        self.programs = {key: program for key, program in self.programs.items() if id(program) in needed}
 
 
 _by_anchor: weakref.WeakKeyDictionary[Any, dict[Hashable, Store]] = weakref.WeakKeyDictionary()
