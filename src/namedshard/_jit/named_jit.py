@@ -47,7 +47,6 @@ class NamedJit:
         # A function that holds arrays (a module, a method of one, a partial) is an argument like the others.
         holder = holder_of(fn)
         self._prefix: tuple[Any, ...] = () if holder is None else (holder,)
-        self._fn_leaf_count = len(jax.tree_util.tree_leaves(self._prefix))
         get = None
         if holder is None:
             self._store, get = store_of_function(fn, options)
@@ -87,8 +86,6 @@ class NamedJit:
             raise
         store.runs = call.used = store.runs + 1
         return program.finish(arrays, out) if program.empty or program.delete_after else program.build(out)
-
-    # --- look up and plan a call --------------------------------------------------------------------------------------
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
         """What to do for these arguments, and their leaves."""
@@ -141,8 +138,8 @@ class NamedJit:
             full_key = (treedef, held and held[1], program_key(arguments, [p.place for p in plans]), *key[2:])
             program = store.programs.get(full_key)
             if program is None:
-                donated = [False] * self._fn_leaf_count
-                donated += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
+                donated = donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
+                donated = [False] * (len(arguments.leaves) - len(donated)) + donated
                 out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
                 program = Program(self._function, arguments, donated, (mapping, out_mapping), mesh)
                 store.programs[full_key] = program
@@ -213,8 +210,6 @@ class NamedJit:
                         fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
                     )
 
-    # --- trace and run ------------------------------------------------------------------------------------------------
-
     def _trace(self, call: CallPlan, arrays: Sequence[Any]) -> list[Any]:
         """Trace and check for the arguments as they will be placed, and return them, before anything moves or runs."""
         program, placed = call.program, list(arrays)
@@ -253,8 +248,6 @@ class NamedJit:
         call.has_run = True
         program.check_places(out)
         return out
-
-    # --- lower without running ----------------------------------------------------------------------------------------
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Lower for arguments (arrays or ``jax.ShapeDtypeStruct``s), as ``jax.jit(...).lower`` does.
@@ -424,14 +417,12 @@ def named_jit(
             )
     if on_mismatch not in ("error", "reshard", "warn"):
         raise TypeError(f"on_mismatch={on_mismatch!r}: use 'error', 'reshard' or 'warn'")
-
-    def as_mapping(given: MappingLike | None) -> AxisMapping | None:
-        return given if given is None or isinstance(given, AxisMapping) else AxisMapping(given)
-
+    given = (axis_resources, in_axis_resources, out_axis_resources)
+    mapping, in_mapping, out_mapping = (None if m is None else AxisMapping(m) for m in given)
     options = Options(
-        as_mapping(axis_resources),
-        as_mapping(in_axis_resources),
-        as_mapping(out_axis_resources),
+        mapping,
+        in_mapping,
+        out_mapping,
         _frozen(donate_args),
         _frozen(donate_kwargs),
         on_mismatch,

@@ -81,10 +81,6 @@ class Output:
 _tracing = threading.local()
 
 
-def _untraced(_: Sequence[Any]) -> Any:
-    raise AssertionError("a program's outputs are known once it is traced")
-
-
 class Program:
     """One structure, one set of statics and avals, one mapping, one mesh; traced at its first use.
 
@@ -118,13 +114,13 @@ class Program:
         self.indices = None if len(arrays) == len(self.statics) else arguments.indices
         self.paths = tuple(leaf.path for leaf in arguments.arrays)
         self.donate = tuple(n for n, i in enumerate(arguments.indices) if donated[i])
-        alone = mesh is None or mesh.size == 1
-        self.delete_after = tuple(n for n in self.donate if alone and _is_in_host_memory(arrays[n]))
+        shardings = [(n, getattr(arrays[n], "sharding", None)) for n in self.donate if mesh is None or mesh.size == 1]
+        self.delete_after = tuple(n for n, s in shardings if s is not None and s.memory_kind == "pinned_host")
         self.mesh = mesh
         self.jitted: Any = None
-        self.outputs: tuple[Output, ...] = ()
-        self.empty: tuple[tuple[int, NamedSharding], ...] = ()
-        self.build: Builder = _untraced
+        self.outputs: Sequence[Output] = ()
+        self.empty: Sequence[tuple[int, NamedSharding]] = ()
+        self.build: Builder
         self._mapping, self._out_mapping = mappings
         self._lock = threading.Lock()
         # Without compilation JAX ignores `out_shardings`, so that they can't replace constraints.
@@ -155,8 +151,6 @@ class Program:
             if self.empty:
                 out = place_leaves([o.path for o in self.outputs], out, self.empty)
         return self.build(out)
-
-    # --- trace --------------------------------------------------------------------------------------------------------
 
     def trace(self, values: Sequence[Any]) -> None:
         """Trace, once, and find what the compiler would silently get wrong: raises, or warns."""
@@ -216,12 +210,18 @@ class Program:
         walked = named_leaves(out)
         asked = _asked(walked, treedef, self._out_mapping)
         leaves, by_jit = self._constrain([leaf.path for leaf in walked], leaves, asked)
-        indices = [i for i, x in enumerate(leaves) if _is_output_array(x)]
-        values = tuple(jnp.asarray(x) if not isinstance(x := leaves[i], jax.Array) else x for i in indices)
-        self._out_shardings = tuple(asked[i] if i in by_jit else None for i in indices)
-        self._note_outputs([walked[i].path for i in indices], [asked.get(i) for i in indices], values)
-        self._choose_builder(treedef, [None if _is_output_array(x) else x for x in leaves], indices)
-        return values
+        arrays = {
+            i: x if isinstance(x, jax.Array) else jnp.asarray(x) for i, x in enumerate(leaves) if _is_output_array(x)
+        }
+        self._out_shardings = tuple(asked[i] if i in by_jit else None for i in arrays)
+        self.outputs = [
+            Output(walked[i].path or "the result", asked.get(i), jax.typeof(x), compat.memory_kind_of_traced(x))
+            for i, x in arrays.items()
+        ]
+        placed = [(n, o.asked) for n, o in enumerate(self.outputs) if 0 in o.aval.shape]
+        self.empty = [(n, want) for n, want in placed if want is not None and isinstance(want.mesh, Mesh)]
+        self._choose_builder(treedef, [None if i in arrays else x for i, x in enumerate(leaves)], list(arrays))
+        return tuple(arrays.values())
 
     def _constrain(
         self, paths: Sequence[str], leaves: list[Any], asked: dict[int, NamedSharding]
@@ -231,25 +231,9 @@ class Program:
         Constraints cost more, and on mixed meshes they don't keep a result in host memory.
         """
         by_jit = {i for i, want in asked.items() if self._outermost and _left_to_jit(leaves[i], want)}
-        constrained = [(i, want) for i, want in asked.items() if i not in by_jit]
-        if constrained:
+        if constrained := [(i, want) for i, want in asked.items() if i not in by_jit]:
             leaves = place_leaves(paths, leaves, constrained)
-        if self._outermost:
-            by_jit |= {i for i, want in constrained if _kept_in_memory(leaves[i], want)}
-        return leaves, by_jit
-
-    def _note_outputs(
-        self, paths: Sequence[str], asked: Sequence[NamedSharding | None], values: Sequence[jax.Array]
-    ) -> None:
-        self.outputs = tuple(
-            Output(path or "the result", want, jax.typeof(x), compat.memory_kind_of_traced(x))
-            for path, want, x in zip(paths, asked, values, strict=True)
-        )
-        self.empty = tuple(
-            (n, o.asked)
-            for n, o in enumerate(self.outputs)
-            if o.asked is not None and 0 in o.aval.shape and isinstance(o.asked.mesh, Mesh)
-        )
+        return leaves, by_jit | {i for i, want in constrained if self._outermost and _kept_in_memory(leaves[i], want)}
 
     def _choose_builder(self, treedef: Any, statics: Sequence[Any], indices: Sequence[int]) -> None:
         """The faster way to build the result is prepared at its second use: many functions are called once."""
@@ -269,8 +253,6 @@ class Program:
 
         self.build = first
 
-    # --- check what was compiled --------------------------------------------------------------------------------------
-
     def check_memory(self, values: Sequence[Any]) -> None:
         """Raise `OffloadError` if a result that was traced into host memory would come out of it elsewhere."""
         outputs = enumerate(self.outputs)
@@ -281,20 +263,15 @@ class Program:
         got = jax.tree_util.tree_leaves(compiled.output_shardings)
         # A compiler that ignores host memory still reports the shardings that it was asked for.
         in_hlo = compat.HOST_IN_HLO in (compiled.as_text() or "")
-        kinds = [got[n].memory_kind if in_hlo else "device" for n, _ in meant]
-        wrong = [(o, kind) for (_, o), kind in zip(meant, kinds, strict=True) if kind != o.memory_kind]
+        kinds = [(o, got[n].memory_kind if in_hlo else "device") for n, o in meant]
+        wrong = [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in kinds if kind != o.memory_kind]
         if wrong:
-            raise self._lost_host_memory(wrong)
-
-    def _lost_host_memory(self, wrong: Sequence[tuple[Output, str]]) -> OffloadError:
-        types = () if self.mesh is None else self.mesh.axis_types
-        mixed = AxisType.Explicit in types and AxisType.Auto in types
-        return OffloadError(
-            f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
-            " compiled program elsewhere",
-            [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in wrong],
-            fix=_MIXED_FIX if mixed else "use a newer jaxlib, or do not offload on this backend",
-        )
+            raise OffloadError(
+                f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
+                " compiled program elsewhere",
+                wrong,
+                fix=_lost_memory_fix(self.mesh),
+            )
 
     def check_places(self, out: Sequence[Any]) -> None:
         """Warn if the outputs of a run have other shardings than their mapping asks for."""
@@ -316,10 +293,13 @@ class Program:
             )
 
 
-_MIXED_FIX = (
-    "name their axes in a mapping: on a mesh of Explicit and Auto axes, JAX forgets the memory of results that no Auto"
-    " axis splits"
-)
+def _lost_memory_fix(mesh: MeshLike | None) -> str:
+    if mesh is not None and {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types):
+        return (
+            "name their axes in a mapping: on a mesh of Explicit and Auto axes, JAX forgets the memory of results that"
+            " no Auto axis splits"
+        )
+    return "use a newer jaxlib, or do not offload on this backend"
 
 
 class _Path(str):
@@ -337,11 +317,6 @@ def _filled(statics: Sequence[Any], indices: Sequence[int], arrays: Sequence[Any
     for i, x in zip(indices, arrays, strict=True):
         full[i] = x
     return full
-
-
-def _is_in_host_memory(x: Any) -> bool:
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return getattr(sharding, "memory_kind", None) == "pinned_host"
 
 
 def _is_output_array(x: Any) -> bool:

@@ -119,11 +119,13 @@ def _ignored_spec(eqn: Any, n: int, known: KnownShardings) -> str | None:
     if compat.space_of_type(eqn.invars[n].aval) != compat.space_of_type(eqn.outvars[n].aval):
         return None
     have = _known_sharding(eqn.invars[n], known)
-    is_there = isinstance(have, NamedSharding) and have.mesh.shape == target.mesh.shape
-    # One of two equal specs may be padded with None.
-    if is_there and all(a == b for a, b in itertools.zip_longest(have.spec, target.spec)):
-        return None
-    return f"P({', '.join(map(repr, target.spec))})"
+    is_there = (
+        isinstance(have, NamedSharding)
+        and have.mesh.shape == target.mesh.shape
+        # One of two equal specs may be padded with None.
+        and all(a == b for a, b in itertools.zip_longest(have.spec, target.spec))
+    )
+    return None if is_there else f"P({', '.join(map(repr, target.spec))})"
 
 
 def _has_auto_entries(target: NamedSharding) -> bool:
