@@ -26,12 +26,7 @@ from namedshard._types import Device, PyTreeDef
 class Arguments:
     """The flattened arguments of one call. Arrays are traced; all other leaves are static.
 
-    Attributes:
-        treedef: The structure of all arguments.
-        leaves: All leaves, under the user's names.
-        indices: Which of them are arrays.
-        arrays: Those leaves.
-        statics: The values of all leaves, with None in place of arrays.
+    ``indices`` tells which leaves are arrays, and ``statics`` has the values of all leaves, with None in their place.
     """
 
     def __init__(self, treedef: PyTreeDef, leaves: Sequence[Leaf]):
@@ -300,9 +295,9 @@ def mismatch_text(
     fixes: dict[str, None] = {}
     puts: dict[tuple[str, NamedSharding], list[str]] = {}
     for leaf, plan in zip(arrays, plans, strict=True):
-        root = _root(leaf.path)
         if plan.mismatch is None:
             continue
+        root = re.split(r"[.\[]", leaf.path, maxsplit=1)[0]
         if leaf.names is not None and mapping_text is not None:
             fixes[f"{root} = ns.shard({root}{mapping_text})"] = None
         elif plan.place is not None:
@@ -327,10 +322,6 @@ def _mapping_in_fix(given: AxisMapping | None, mapping: AxisMapping | None) -> s
     )
     policy = "" if given.indivisible == "error" else f", indivisible={given.indivisible!r}"
     return f", {{{rules}}}{policy}"
-
-
-def _root(path: str) -> str:
-    return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 def _put_text(root: str, paths: Sequence[str], want: NamedSharding) -> str:

@@ -15,15 +15,10 @@ from namedshard._types import Tracer
 
 
 def _leaf_mask(spec: Any, value: Any) -> list[bool]:
-    def is_spec_leaf(x: Any) -> bool:
-        return x is None or isinstance(x, bool) or callable(x)
-
-    spec_leaves, spec_def = jax.tree_util.tree_flatten(spec, is_leaf=is_spec_leaf)
-    mask: list[bool] = []
-    for leaf_spec, subtree in zip(spec_leaves, spec_def.flatten_up_to(value), strict=True):
-        for leaf in jax.tree_util.tree_leaves(subtree):
-            mask.append(bool(leaf_spec(leaf)) if callable(leaf_spec) else bool(leaf_spec))
-    return mask
+    specs, structure = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is None or callable(x))
+    subtrees = zip(specs, structure.flatten_up_to(value), strict=True)
+    leaves = ((chosen, leaf) for chosen, subtree in subtrees for leaf in jax.tree_util.tree_leaves(subtree))
+    return [bool(chosen(leaf) if callable(chosen) else chosen) for chosen, leaf in leaves]
 
 
 def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:

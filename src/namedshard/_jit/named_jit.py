@@ -5,6 +5,7 @@ checks happen when a signature is new.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -15,7 +16,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes
 from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
-from namedshard._jit.program import Function, Program, code_of
+from namedshard._jit.program import Function, Program
 from namedshard._jit.signature import (
     check_hashable,
     differing_numbers,
@@ -54,10 +55,12 @@ class NamedJit:
             self._store = store_of_structure(jax.tree_util.tree_structure(holder), options)
         named = fn.func if isinstance(fn, functools.partial) else fn
         self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
-        self._function = Function(self._name, get, code_of(named), dict(options.jit_kwargs), self._store.log)
+        plain = inspect.unwrap(named)
+        code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+        self._function = Function(self._name, get, code, dict(options.jit_kwargs), self._store.log)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else BoundNamedJit(self, instance)
+        return self if instance is None else _BoundNamedJit(self, instance)
 
     def __repr__(self) -> str:
         return f"named_jit({self._name})"
@@ -167,8 +170,8 @@ class NamedJit:
         # An argument that has no place cannot be resharded.
         if not mismatching or (policy == "reshard" and all(p.place is not None for p in mismatching)):
             return plans
-        given = self._options.in_axis_resources
-        given = given if given is not None else self._options.axis_resources
+        options = self._options
+        given = options.axis_resources if options.in_axis_resources is None else options.in_axis_resources
         text = mismatch_text(self._name, arrays, plans, (given, mapping), mesh)
         if policy != "warn":
             raise MismatchError(text)
@@ -279,7 +282,10 @@ class NamedJit:
             NamedShardError: As a call does.
         """
         program = self._trace_only(args, kwargs)[0].program
-        return program.build([output.struct for output in program.outputs])
+        typed = ((o.aval, o.asked) for o in program.outputs)
+        return program.build(
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=x.weak_type) for x, s in typed]
+        )
 
     def _trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
         """What to do in a call, with the program traced, and the arguments as they would be placed."""
@@ -292,7 +298,7 @@ class NamedJit:
         return Report(runs, log.traces, log.compiles, log.reshards, log.bytes_moved)
 
 
-class BoundNamedJit:
+class _BoundNamedJit:
     """A `NamedJit` used as a method, with its instance; a tree, so that the instance's arrays are seen."""
 
     def __init__(self, jitted: NamedJit, instance: Any):
@@ -301,22 +307,19 @@ class BoundNamedJit:
         self.report = jitted.report
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
         return self.__func__(self.__self__, *args, **kwargs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
-        """Lower the method; see `NamedJit.lower`."""
         return self.__func__.lower_bound((self.__self__,), args, kwargs)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
-        """The method's result without running it; see `NamedJit.eval_shape`."""
         return self.__func__.eval_shape(self.__self__, *args, **kwargs)
 
 
 jax.tree_util.register_pytree_node(
-    BoundNamedJit,
+    _BoundNamedJit,
     lambda bound: ((bound.__self__,), bound.__func__),
-    lambda jitted, instance: BoundNamedJit(jitted, *instance),
+    lambda jitted, instance: _BoundNamedJit(jitted, *instance),
 )
 
 

@@ -56,12 +56,6 @@ class Function:
     log: Log
 
 
-def code_of(fn: Callable[..., Any]) -> Any:
-    """The code object of a function, or of an object's ``__call__``; None where there is none."""
-    plain = inspect.unwrap(fn)
-    return getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
     """One array output: its path, what the mapping asks for (None: whatever the compiler chose), and its type."""
@@ -70,12 +64,6 @@ class Output:
     asked: NamedSharding | None
     aval: Any
     memory_kind: str
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """What ``jax.eval_shape`` returns for it."""
-        x = self.aval
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.asked, weak_type=x.weak_type)
 
 
 _tracing = threading.local()

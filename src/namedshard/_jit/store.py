@@ -60,12 +60,10 @@ class CallPlan:
     """What to do in a call with one signature.
 
     Attributes:
-        program: What to run.
         concrete: Positions of the arrays that may have been deleted: no tracers, and nothing abstract.
         moves: Arguments to place first, with where.
         reshards: Those of them that are mismatches.
         held: The structure's `held_numbers`.
-        has_run: Whether it has run.
         streak: Consecutive calls that moved ``reshards``; ``last_run`` is the number of the last such run.
         used: The number of the last run.
     """

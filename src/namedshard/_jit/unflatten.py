@@ -37,6 +37,10 @@ def _always(node: Any) -> Builder:
     return lambda _: node
 
 
+def _each(parts: Sequence[Builder]) -> Builder:
+    return lambda leaves: [part(leaves) for part in parts]
+
+
 def _build(node: Any) -> Builder | None:
     """How to build a node; None where one object will do for all calls: it has no leaf and cannot be changed."""
     if type(node) is _Slot:
@@ -58,15 +62,10 @@ def _build_container(node: Any) -> Builder | None:
     parts = [_build(x) for x in children]
     if kind is tuple and not any(parts):
         return None
+    collect = _each([part or _always(x) for part, x in zip(parts, children, strict=True)])
     if children and all(type(x) is _Slot for x in children):
         # The leaves of a container of nothing but leaves are consecutive.
-        collect: Builder = operator.itemgetter(slice(children[0].index, children[-1].index + 1))
-    else:
-        made = [part or _always(x) for part, x in zip(parts, children, strict=True)]
-
-        def collect(leaves: Sequence[Any]) -> Any:
-            return [part(leaves) for part in made]
-
+        collect = operator.itemgetter(slice(children[0].index, children[-1].index + 1))
     if kind is dict:
         keys = list(node)
         return lambda leaves: dict(zip(keys, collect(leaves), strict=True))
