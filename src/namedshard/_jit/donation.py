@@ -11,6 +11,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import DonationError, did_you_mean
 from namedshard._jit.arguments import parameters_of
 from namedshard._jit.program import Output, Program
+from namedshard._jit.store import Options
 from namedshard._types import Tracer
 
 
@@ -40,28 +41,24 @@ def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any
 
 
 def donation_mask(
-    name: str,
-    fn: Callable[..., Any],
-    donate_args: Any,
-    donate_kwargs: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    name: str, fn: Callable[..., Any], options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[bool]:
     """For each leaf of ``(args, kwargs)``: is it donated? Raises `DonationError` where the specs don't fit the call."""
-    by_position = [donate_args] * len(args) if isinstance(donate_args, bool) else list(donate_args or ())
-    if len(by_position) > len(args):
+    by_position, by_name = options.donate_args, options.donate_kwargs
+    specs = [by_position] * len(args) if isinstance(by_position, bool) else list(by_position or ())
+    if len(specs) > len(args):
         raise DonationError(
-            f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional arguments",
+            f"{name}: donate_args has {len(specs)} entries, but the call has {len(args)} positional arguments",
             fix="give one entry per positional argument, and use donate_kwargs for keyword arguments",
         )
-    by_position += [False] * (len(args) - len(by_position))
-    by_name = dict.fromkeys(kwargs, donate_kwargs) if isinstance(donate_kwargs, bool) else dict(donate_kwargs or {})
-    if not isinstance(donate_kwargs, bool):
-        for i, spec in _named_positional(name, fn, by_name, len(args)).items():
-            by_position[i] = by_position[i] or spec
+    specs += [False] * (len(args) - len(specs))
+    named = dict.fromkeys(kwargs, by_name) if isinstance(by_name, bool) else dict(by_name or {})
+    if not isinstance(by_name, bool):
+        for i, spec in _named_positional(name, fn, named, len(args)).items():
+            specs[i] = specs[i] or spec
+    specs += [named.get(k, False) for k in sorted(kwargs)]
     mask: list[bool] = []
-    named = [*zip(by_position, args, strict=True), *((by_name.get(k, False), kwargs[k]) for k in sorted(kwargs))]
-    for spec, value in named:
+    for spec, value in zip(specs, [*args, *(kwargs[k] for k in sorted(kwargs))], strict=True):
         try:
             mask += _leaf_mask(spec, value)
         except ValueError as error:

@@ -141,7 +141,7 @@ class NamedJit:
             full_key = (treedef, held and held[1], program_key(arguments, [p.place for p in plans]), *key[2:])
             program = store.programs.get(full_key)
             if program is None:
-                donated = donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
+                donated = donation_mask(self._name, self._fn, options, args, kwargs)
                 donated = [False] * (len(arguments.leaves) - len(donated)) + donated
                 out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
                 program = Program(self._function, arguments, donated, (mapping, out_mapping), mesh)
@@ -323,13 +323,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _frozen(spec: Any) -> Any:
-    """A hashable form, so that wrappings with equal specs share their programs."""
-    if isinstance(spec, list):
-        return tuple(spec)
-    return tuple(sorted(spec.items())) if isinstance(spec, dict) else spec
-
-
 @overload
 def named_jit(
     fn: Callable[..., Any],
@@ -426,8 +419,9 @@ def named_jit(
         mapping,
         in_mapping,
         out_mapping,
-        _frozen(donate_args),
-        _frozen(donate_kwargs),
+        # In hashable forms, so that wrappings with equal specs share their programs.
+        tuple(donate_args) if isinstance(donate_args, list) else donate_args,
+        tuple(sorted(donate_kwargs.items())) if isinstance(donate_kwargs, dict) else donate_kwargs,
         on_mismatch,
         tuple(sorted(jit_kwargs.items())),
     )
