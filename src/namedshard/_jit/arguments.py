@@ -20,8 +20,6 @@ from namedshard._plan.mesh import MeshLike, describe, manual_axes
 from namedshard._plan.plan import plan_leaves
 from namedshard._types import Device, PyTreeDef
 
-# --- leaves -----------------------------------------------------------------------------------------------------------
-
 
 class Arguments:
     """The flattened arguments of one call. Arrays are traced; all other leaves are static.
@@ -93,9 +91,6 @@ def _leaves_under(name: str, tree: Any) -> list[Leaf]:
         return name + path if not path or path.startswith("[") else f"{name}.{path}"
 
     return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in named_leaves(tree)]
-
-
-# --- where each must be placed ----------------------------------------------------------------------------------------
 
 
 class ArgumentPlan(NamedTuple):
@@ -188,9 +183,6 @@ def _plan_without_mesh(arrays: Sequence[Leaf]) -> list[ArgumentPlan]:
     return [ArgumentPlan(None, _compare_devices(x, reference)) if committed(x) else _STAYS for x in arrays]
 
 
-# --- how it differs from that -----------------------------------------------------------------------------------------
-
-
 def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: NamedSharding) -> str | None:
     """How a committed array differs from what a call needs, as a line of a message; None if it fits.
 
@@ -268,9 +260,6 @@ def _spec_text(sharding: Sharding) -> str:
     if isinstance(sharding, NamedSharding):
         return str(sharding.spec)
     return "one device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
-
-
-# --- the message ------------------------------------------------------------------------------------------------------
 
 
 def mismatch_message(name: str, found: Sequence[str], total: int, fixes: Sequence[str]) -> str:

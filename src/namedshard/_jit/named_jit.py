@@ -5,7 +5,6 @@ checks happen when a signature is new.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -16,7 +15,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes
 from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
-from namedshard._jit.program import Function, Program
+from namedshard._jit.program import Program
 from namedshard._jit.signature import (
     check_hashable,
     differing_numbers,
@@ -48,16 +47,9 @@ class NamedJit:
         # A function that holds arrays (a module, a method of one, a partial) is an argument like the others.
         holder = holder_of(fn)
         self._prefix: tuple[Any, ...] = () if holder is None else (holder,)
-        get = None
-        if holder is None:
-            self._store, get = store_of_function(fn, options)
-        else:
-            self._store = store_of_structure(jax.tree_util.tree_structure(holder), options)
-        named = fn.func if isinstance(fn, functools.partial) else fn
-        self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
-        plain = inspect.unwrap(named)
-        code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
-        self._function = Function(self._name, get, code, dict(options.jit_kwargs), self._store.log)
+        self._store = store_of_function(fn, options) if holder is None else store_of_structure(fn, holder, options)
+        self._function = self._store.function
+        self._name = self._function.name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _BoundNamedJit(self, instance)
@@ -175,7 +167,7 @@ class NamedJit:
         text = mismatch_text(self._name, arrays, plans, (given, mapping), mesh)
         if policy != "warn":
             raise MismatchError(text)
-        self._store.log.warn(text)
+        self._function.warn(text)
         return [p if p.mismatch is None else ArgumentPlan() for p in plans]
 
     def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
@@ -186,7 +178,7 @@ class NamedJit:
                 fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
             )
         if mesh is None and mapping is None and (hint := thread_hint()):
-            self._store.log.warn(
+            self._function.warn(
                 f"{self._name}: no axis mapping and no mesh is in force{hint}",
                 fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
             )
@@ -207,7 +199,7 @@ class NamedJit:
             if len(seen) < 3:
                 seen.add(static_key(leaf.value))
                 if len(seen) == 3:
-                    self._store.log.warn(
+                    self._function.warn(
                         f"{self._name}: argument {leaf.path} is a Python {type(leaf.value).__name__} and has had 3"
                         " distinct values; each of them compiles the function again",
                         fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
@@ -231,12 +223,12 @@ class NamedJit:
         placed = place_leaves(paths, arrays, call.moves, call.program.donate)
         if call.reshards:
             moved = sum(arrays[n].nbytes for n in call.reshards)
-            store.log.reshards += len(call.reshards)
-            store.log.bytes_moved += moved
+            self._function.reshards += len(call.reshards)
+            self._function.bytes_moved += moved
             call.streak = call.streak + 1 if call.last_run == store.runs - 1 else 1
             call.last_run = store.runs
             if call.streak == 3:
-                store.log.warn(
+                self._function.warn(
                     f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",
                     [f"{paths[n]}: {human_bytes(arrays[n].nbytes)}" for n in call.reshards],
                     fix="place them once, before the loop, with ns.shard",
@@ -294,8 +286,8 @@ class NamedJit:
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
-        runs, log = self._store.runs, self._store.log
-        return Report(runs, log.traces, log.compiles, log.reshards, log.bytes_moved)
+        done = self._function
+        return Report(self._store.runs, done.traces, done.compiles, done.reshards, done.bytes_moved)
 
 
 class _BoundNamedJit:

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,34 +27,31 @@ from namedshard._plan.plan import plan_leaves
 from namedshard._types import PyTreeDef, Tracer
 
 
-class Log:
-    """Counts what a compiled function has done, and gives each of its warnings once."""
+class Function:
+    """The user's function, for programs that don't keep it alive. Counts what was done with it, and warns of it.
 
-    def __init__(self) -> None:
+    ``get`` returns it; None where it is the first of the arguments.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], get: Callable[[], Callable[..., Any]] | None, jit_kwargs: Mapping[str, Any]
+    ):
+        named = fn.func if isinstance(fn, functools.partial) else fn
+        plain = inspect.unwrap(named)
+        self.name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        # Its code object, which JAX's messages name it by.
+        self.code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+        self.get = get
+        self.jit_kwargs = jit_kwargs
         self.traces = self.compiles = self.reshards = self.bytes_moved = 0
         self._warned: set[str] = set()
 
     def warn(self, headline: str, lines: Iterable[str] = (), fix: str | None = None) -> None:
-        """Warn with a `message`."""
+        """Warn with a `message`, once."""
         text = message(headline, lines, fix)
         if text not in self._warned:
             self._warned.add(text)
             warn_user(text)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Function:
-    """The user's function, for a program that doesn't keep it alive.
-
-    ``get`` returns it (None: it is the first of the arguments), ``code`` is its code object, which JAX's messages name
-    it by, and ``jit_kwargs`` are options for ``jax.jit``.
-    """
-
-    name: str
-    get: Callable[[], Callable[..., Any]] | None
-    code: Any
-    jit_kwargs: dict[str, Any]
-    log: Log
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,20 +68,7 @@ _tracing = threading.local()
 
 
 class Program:
-    """One structure, one set of statics and avals, one mapping, one mesh; traced at its first use.
-
-    Attributes:
-        names: The path of each argument leaf.
-        statics: The argument leaves that are not passed, None in place of those that are.
-        indices: The numbers of the argument leaves that are passed; None means all of them.
-        paths: Their paths.
-        donate: Positions among these.
-        delete_after: Those of ``donate`` that are deleted after a run: on one device JAX may give a donated array's
-            host memory to a result that belongs in device memory, and then ends the process.
-        jitted: The flat function, to be run; None until it is traced, and its trace checked.
-        empty: Positions of outputs without elements that a mapping places: the compiler forgets where these belong.
-        build: From flat outputs to the result; a faster one from the second use on.
-    """
+    """One structure, one set of statics and avals, one mapping, one mesh; traced at its first use."""
 
     def __init__(
         self,
@@ -99,14 +84,19 @@ class Program:
         self.treedef = arguments.treedef
         self.names = tuple(leaf.path for leaf in arguments.leaves)
         self.statics = arguments.statics
+        # The numbers of the argument leaves that are passed; None means all of them.
         self.indices = None if len(arrays) == len(self.statics) else arguments.indices
         self.paths = tuple(leaf.path for leaf in arguments.arrays)
         self.donate = tuple(n for n, i in enumerate(arguments.indices) if donated[i])
+        # Deleted after a run: on one device JAX may give a donated array's host memory to a result that belongs in
+        # device memory, and then ends the process.
         shardings = [(n, getattr(arrays[n], "sharding", None)) for n in self.donate if mesh is None or mesh.size == 1]
         self.delete_after = tuple(n for n, s in shardings if s is not None and s.memory_kind == "pinned_host")
         self.mesh = mesh
+        # None until it is traced, and its trace checked.
         self.jitted: Any = None
         self.outputs: Sequence[Output] = ()
+        # Outputs without elements that a mapping places: the compiler forgets where these belong.
         self.empty: Sequence[tuple[int, NamedSharding]] = ()
         self.build: Builder
         self._mapping, self._out_mapping = mappings
@@ -129,7 +119,7 @@ class Program:
             try:
                 yield
             finally:
-                self._function.log.compiles += made[0]
+                self._function.compiles += made[0]
 
     def finish(self, arrays: Sequence[Any], out: Sequence[Any]) -> Any:
         """The function's result from the flat arguments and outputs."""
@@ -152,7 +142,7 @@ class Program:
             donate = tuple(n for n in self.donate if n not in self.delete_after)
             self.jitted = jax.jit(self._flat, **asked, **self._function.jit_kwargs, donate_argnums=donate)
         if warning is not None:
-            self._function.log.warn(warning)
+            self._function.warn(warning)
 
     @contextlib.contextmanager
     def _one_thread(self) -> Generator[None, None, None]:
@@ -171,12 +161,12 @@ class Program:
     def _flat_function(self, arguments: Arguments) -> Callable[..., tuple[Any, ...]]:
         """From array arguments to array outputs, under the name, code and argument names of the user's function."""
         # Nothing here may keep the arguments' values alive.
-        get, log, mapping, indices = self._function.get, self._function.log, self._mapping, arguments.indices
+        function, mapping, indices = self._function, self._mapping, arguments.indices
 
         def flat(*values: Any) -> tuple[Any, ...]:
-            log.traces += 1
+            function.traces += 1
             whole = jax.tree_util.tree_unflatten(self.treedef, _filled(self.statics, indices, values))
-            fn, args, kwargs = whole if get is None else (get(), *whole)
+            fn, args, kwargs = whole if function.get is None else (function.get(), *whole)
             if mapping is None:
                 return self._place_outputs(fn(*args, **kwargs))
             with axis_mapping(mapping):
@@ -274,7 +264,7 @@ class Program:
             elif not have.is_equivalent_to(asked, x.ndim):
                 lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
         if lines:
-            self._function.log.warn(
+            self._function.warn(
                 f"{self.name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
                 lines,
                 fix="move the result after the call with ns.shard",
