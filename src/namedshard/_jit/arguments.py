@@ -162,25 +162,29 @@ def _plan_argument(leaf: Leaf, spec: PartitionSpec | None, explicit: bool, mesh:
 
 def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
     """A plain array's own spec on another mesh where that makes sense, else replicated."""
-    spec = getattr(x.sharding, "spec", PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
     try:
+        spec = getattr(x.sharding, "spec", PartitionSpec())
         wanted = NamedSharding(mesh, spec, memory_kind=x.sharding.memory_kind)
         wanted.shard_shape(x.shape)
     except ValueError:
-        return NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
+        return replicated
     return wanted
 
 
 def _plan_without_mesh(arrays: Sequence[Leaf]) -> list[ArgumentPlan]:
     """Without a mesh in context, all committed arguments must at least share their devices, in one order."""
-
-    def committed(leaf: Leaf) -> bool:
-        return placement_of(leaf.value, staging=False).committed
-
-    reference = max(filter(committed, arrays), key=lambda leaf: len(leaf.value.sharding.device_set), default=None)
-    if reference is None:
-        return [_STAYS] * len(arrays)
-    return [ArgumentPlan(None, _compare_devices(x, reference)) if committed(x) else _STAYS for x in arrays]
+    orders = {
+        n: compat.device_order(leaf.value.sharding)
+        for n, leaf in enumerate(arrays)
+        if placement_of(leaf.value, staging=False).committed
+    }
+    plans = [_STAYS] * len(arrays)
+    reference = max(orders, key=lambda n: len(orders[n]), default=0)
+    for n, devices in orders.items():
+        found = _order_difference(devices, orders[reference], f"{arrays[reference].path} is on")
+        plans[n] = ArgumentPlan(None, _difference_line(arrays[n].path, arrays[n].value, list(found)))
+    return plans
 
 
 def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: NamedSharding) -> str | None:
@@ -213,8 +217,8 @@ def _difference_line(
 def _device_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
     present, expected = compat.device_order(have), tuple(mesh.devices.flat)
     if isinstance(have, SingleDeviceSharding) and len(expected) > 1:
-        text = f"committed to one device, {present[0].id}, but expected on {_ids(expected)}"
-        yield "committed to one device", text
+        kind = "committed to one device"
+        yield kind, f"{kind}, {present[0].id}, but expected on {_ids(expected)}"
         return
     processes, wanted = (sorted({d.process_index for d in devices}) for devices in (present, expected))
     if processes != wanted:
@@ -224,13 +228,12 @@ def _device_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]
 
 def _order_difference(present: Sequence[Device], expected: Sequence[Device], what: str) -> Iterator[tuple[str, str]]:
     have, want = set(present), set(expected)
-    if have == want:
-        if present != expected:
-            yield "device order", f"device order {_ids(present)}, but {what} {_ids(expected)}"
-        return
-    relation = "a subset" if have < want else "a superset" if have > want else "overlapping"
-    relation = relation if have & want else "disjoint"
-    yield "device set", f"device set {_ids(present)}, but {what} {_ids(expected)} (it is {relation})"
+    if have != want:
+        relation = "a subset" if have < want else "a superset" if have > want else "overlapping"
+        relation = relation if have & want else "disjoint"
+        yield "device set", f"device set {_ids(present)}, but {what} {_ids(expected)} (it is {relation})"
+    elif present != expected:
+        yield "device order", f"device order {_ids(present)}, but {what} {_ids(expected)}"
 
 
 def _axis_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
@@ -242,11 +245,6 @@ def _axis_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
     elif have.mesh.axis_types != mesh.axis_types:
         present, expected = (", ".join(t.name for t in m.axis_types) for m in (have.mesh, mesh))
         yield "axis types", f"axis types ({present}), but expected ({expected})"
-
-
-def _compare_devices(leaf: Leaf, reference: Leaf) -> str | None:
-    have, want = (compat.device_order(x.value.sharding) for x in (leaf, reference))
-    return _difference_line(leaf.path, leaf.value, list(_order_difference(have, want, f"{reference.path} is on")))
 
 
 def _ids(devices: Sequence[Device]) -> str:

@@ -257,7 +257,8 @@ class NamedJit:
 
     def lower_bound(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """Lower with some leading arguments that the result does not ask for again."""
-        call, arrays = self._trace_only((*bound, *args), kwargs)
+        call, leaves = self._find((*bound, *args), kwargs)
+        arrays = self._trace(call, call.program.select(leaves))
         return Lowered(call.program.jitted.lower(*arrays), call, self._prefix, bound)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
@@ -273,16 +274,12 @@ class NamedJit:
         Raises:
             NamedShardError: As a call does.
         """
-        program = self._trace_only(args, kwargs)[0].program
-        typed = ((o.aval, o.asked) for o in program.outputs)
-        return program.build(
+        call, leaves = self._find(args, kwargs)
+        self._trace(call, call.program.select(leaves))
+        typed = ((o.aval, o.asked) for o in call.program.outputs)
+        return call.program.build(
             [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=x.weak_type) for x, s in typed]
         )
-
-    def _trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
-        """What to do in a call, with the program traced, and the arguments as they would be placed."""
-        call, leaves = self._find(args, kwargs)
-        return call, self._trace(call, call.program.select(leaves))
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""

@@ -176,9 +176,7 @@ def agree(
 
     Once a process times out, late processes join the next call instead: after an error on every process the job is
     in step again. ``note`` has the other arguments that must be the same, as text.
-
-    Returns:
-        Indices of leaves that are an array of each process's own, which ``local_arrays`` allows.
+    Returns the indices of leaves that are an array of each process's own, which ``local_arrays`` allows.
 
     Raises:
         OutOfStepError: A process does not make the call in time, or makes another one; names the first difference.
