@@ -240,3 +240,11 @@ def _whole(key: Any, depth: int) -> Any:
 
 
 CATALOGUE["jitted_model"] = lambda: (lambda key: eqx.filter(_whole(key, 6), eqx.is_array), (jr.PRNGKey(5),))
+
+
+def jitted(name: str) -> Any:
+    """The values of `jax.jit`; what isn't an array is as the function returns it."""
+    fn, args = CATALOGUE[name]()
+    arrays = jax.jit(lambda *args: [x for x in jax.tree.leaves(fn(*args)) if isinstance(x, jax.Array)])(*args)
+    leaves, treedef = jax.tree.flatten(fn(*args))
+    return treedef.unflatten([arrays.pop(0) if isinstance(x, jax.Array) else x for x in leaves])

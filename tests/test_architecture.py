@@ -34,7 +34,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
 
 # Open to every part, so that the table needn't repeat it.
 OPEN = {"types", "cache"}
-MAY_MOVE = {"_place.moves", "_place.shard", "_place.transfer"}
+MAY_MOVE = {"_place.local", "_place.traced"}
 MOVERS = {
     "device_put",
     "device_put_replicated",
@@ -178,7 +178,8 @@ def test_only_the_movers_move(name: str) -> None:
 
 
 def test_the_movers_do_move() -> None:
-    assert reached(OWN["_place.moves"]) >= {"device_put", "with_sharding_constraint", "reshard"}
+    assert reached(OWN["_place.local"]) >= {"device_put", "make_array_from_callback"}
+    assert reached(OWN["_place.traced"]) >= {"device_put", "with_sharding_constraint", "reshard"}
 
 
 def test_only_one_module_uses_private_jax() -> None:

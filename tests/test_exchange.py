@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from namedshard._place import exchange as ex
-from namedshard._place.boxes import Bounds
+from namedshard._place.boxes import local_slices, shape_of, volume, whole
+from namedshard._types import Bounds
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -39,7 +40,7 @@ def carry_out(
     """What each process has in each target box in the end, by (process, array, box)."""
     processes = {d.process_index for pair in changes for layout in pair for ds in layout.holders.values() for d in ds}
     out = {
-        (d.process_index, leaf, box): np.full([b - a for a, b in box], 99, values[leaf].dtype)
+        (d.process_index, leaf, box): np.full(shape_of(box), 99, values[leaf].dtype)
         for leaf, (_, target) in enumerate(changes)
         for box, holders in target.holders.items()
         for d in holders
@@ -50,13 +51,13 @@ def carry_out(
 
     def put(leaf: int, piece: ex.Piece, box: Bounds, data: np.ndarray) -> None:
         assert all(lo <= a and b <= hi for (a, b), (lo, hi) in zip(box, piece.source_box, strict=True))
-        out[piece.target.process_index, leaf, piece.target_box][ex.local_box(box, piece.target_box)] = data
+        out[piece.target.process_index, leaf, piece.target_box][local_slices(box, piece.target_box)] = data
 
     for p, plan in plans.items():
         assert (plan.devices, plan.phases, plan.crossing_bytes) == (first.devices, first.phases, first.crossing_bytes)
         for leaf, piece in plan.local:
             assert piece.source.process_index == piece.target.process_index == p
-            put(leaf, piece, piece.box, values[leaf][ex.local_box(piece.box, ex.whole(values[leaf].shape))])
+            put(leaf, piece, piece.box, values[leaf][local_slices(piece.box, whole(values[leaf].shape))])
     for phase in first.phases:
         for pairs in phase.rounds:
             assert len({s for s, _ in pairs}) == len({r for _, r in pairs}) == len(pairs)
@@ -75,9 +76,9 @@ def carry_out(
                 used = 0
                 for f in sent:
                     assert f.offset >= used and f.offset % values[f.leaf].dtype.itemsize == 0
-                    used = f.offset + ex.elements(f.box) * values[f.leaf].dtype.itemsize
+                    used = f.offset + volume(f.box) * values[f.leaf].dtype.itemsize
                     assert used <= phase.slot_bytes
-                    put(f.leaf, f.piece, f.box, values[f.leaf][ex.local_box(f.box, ex.whole(values[f.leaf].shape))])
+                    put(f.leaf, f.piece, f.box, values[f.leaf][local_slices(f.box, whole(values[f.leaf].shape))])
     return out
 
 
@@ -87,7 +88,7 @@ def assert_exact(
     budget: int,
 ) -> None:
     for (_, leaf, box), got in carry_out(values, changes, budget).items():
-        np.testing.assert_array_equal(got, values[leaf][ex.local_box(box, ex.whole(values[leaf].shape))])
+        np.testing.assert_array_equal(got, values[leaf][local_slices(box, whole(values[leaf].shape))])
 
 
 def counting(shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -150,17 +151,16 @@ def test_nothing_moves_that_need_not() -> None:
     assert ex.schedule([(rows, rows, 4)], 0, 1 << 20).crossing_bytes == 0
     assert ex.schedule([(rows, shifted, 4)], 0, 1 << 20).crossing_bytes == 8 * 8 * 4
     columns = grid((8, 8), (1, 8), all8)
-    assert sum(ex.elements(p.box) for p in ex.pieces_between(rows, columns) if p.crosses) == 8 * 8 // 2
+    assert sum(volume(p.box) for p in ex.pieces_between(rows, columns) if p.crosses) == 8 * 8 // 2
 
 
 def test_flat_ranges_are_boxes_in_order() -> None:
     box = ((3, 5), (0, 3), (2, 6))
-    whole = np.arange(10 * 10 * 10).reshape(10, 10, 10)
-    flat = whole[ex.local_box(box, ex.whole(whole.shape))].ravel()
+    array = np.arange(10 * 10 * 10).reshape(10, 10, 10)
+    flat = array[local_slices(box, whole(array.shape))].ravel()
     for first, last in itertools.combinations_with_replacement(range(len(flat) + 1), 2):
         got = [
-            (begin, whole[ex.local_box(b, ex.whole(whole.shape))].ravel())
-            for begin, b in ex.flat_range(box, first, last)
+            (begin, array[local_slices(b, whole(array.shape))].ravel()) for begin, b in ex.flat_range(box, first, last)
         ]
         assert [begin for begin, _ in got] == list(itertools.accumulate([len(x) for _, x in got], initial=first))[:-1]
         assert np.concatenate([np.zeros(0, int), *[x for _, x in got]]).tolist() == flat[first:last].tolist()

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import E8, E42, M8, M8_REVERSED, M42, assert_exactly, bits, counting
+from support import E8, E42, M8, M8_REVERSED, M42, MIXED42, assert_exactly, bits, counting
 
 import namedshard as ns
 
@@ -233,3 +233,37 @@ def test_equal_initialisers_under_other_options_are_others() -> None:
 
     key = jr.PRNGKey(0)
     assert_same_bits(ns.init(fn, key, mesh=M42), fn(key))
+
+
+# --- offloading changes only the memory kind --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [M42, E42, MIXED42], ids=["auto", "explicit", "mixed"])
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "sgd"])
+def test_states_in_host_memory_have_the_specs_of_those_on_the_device(name: str, on: Mesh) -> None:
+    optimizer = {"adafactor": optax.adafactor(1e-3), "adamw": optax.adamw(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)}[
+        name
+    ]
+    spec = P("data", "model") if on is not MIXED42 else P(None, "model")
+    params = {
+        "w": jax.device_put(counting(256, 256), NamedSharding(on, spec)),
+        "b": jax.device_put(counting(256), NamedSharding(on, P("data"))),
+    }
+    plain = ns.init(optimizer.init, params)
+    offloaded = ns.init(ns.offload_optimizer(optimizer, where=".").init, params)
+    assert HOST in kinds(offloaded)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(offloaded), strict=True):
+        assert b.sharding.with_memory_kind("device") == a.sharding
+
+
+@pytest.mark.parametrize("on", [None, M8], ids=["no mesh", "mesh"])
+def test_leaves_that_are_literals_are_arrays(on: Mesh | None) -> None:
+    def fn(key: Any) -> Any:
+        return jnp.float32(3) * 2, jnp.zeros(()), jnp.asarray(7), jnp.asarray(True), jnp.asarray(0.5), key
+
+    made = ns.init(fn, jr.key(0), mesh=on)
+    for x, y in zip(made, fn(jr.key(0)), strict=True):
+        assert isinstance(x, jax.Array)
+        weak = [getattr(z, "weak_type", None) for z in (x, y)]
+        assert (x.dtype, x.shape, weak[0]) == (y.dtype, y.shape, weak[1])
+        assert bits(x) == bits(y)

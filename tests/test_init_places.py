@@ -41,7 +41,7 @@ def weight(key: Any) -> hax.NamedArray:
 
 
 def wanted() -> bytes:
-    return bits(weight(jr.PRNGKey(0)).array)
+    return bits(jax.jit(weight)(jr.PRNGKey(0)).array)
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_a_second_call_compiles_nothing() -> None:
     ns.init(weight, keys[0], mapping=MAPPING, mesh=M42)
     with nothing_compiled():
         made = ns.init(weight, keys[1], mapping=MAPPING, mesh=M42)
-    assert bits(made.array) == bits(weight(keys[1]).array)
+    assert bits(made.array) == bits(jax.jit(weight)(keys[1]).array)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -350,10 +350,10 @@ def test_deleted_arguments() -> None:
     params["w"].delete()
     params["c"].delete()
     assert fails(ns.DeletedArrayError, lambda p: p, params) == (
-        "init: 2 of 3 arguments cannot be read: the array was donated or deleted\n"
+        "init: 2 of 3 leaves donated or deleted\n"
         "  args[0]['c']\n"
         "  args[0]['w']\n"
-        "  fix: pass an array that is still alive"
+        "  fix: keep the result of the call that the array was donated to, and use that"
     )
 
 
@@ -377,3 +377,43 @@ def test_an_initialiser_that_fails() -> None:
         raise RuntimeError("planted")
 
     assert fails(RuntimeError, fn, jr.PRNGKey(0), mapping=MAPPING, mesh=M42) == "planted"
+
+
+# --- compiled ahead of time -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+def test_lowered_and_compiled(on: Mesh) -> None:
+    fn = init_models.dense
+    lowered = ns.lower_init(fn, jax.ShapeDtypeStruct((2,), jnp.uint32), mapping=MAPPING, mesh=on)
+    with nothing_moved():
+        compiled = lowered.compile()
+    assert all(isinstance(program, jax.stages.Compiled) for program in compiled.programs)
+    # Two weights of a block, the table, and zeros and ones of two shapes.
+    assert len(compiled.programs) == 5
+    for seed in (0, 1):
+        made, wanted = compiled(jr.PRNGKey(seed)), ns.init(fn, jr.PRNGKey(seed), mapping=MAPPING, mesh=on)
+        for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+            if isinstance(y, jax.Array):
+                assert x.sharding == y.sharding
+                assert bits(x) == bits(y)
+    with pytest.raises(TypeError) as caught:
+        compiled(jr.key(0), 3)
+    assert str(caught.value) == (
+        "init: the arguments differ from those it was lowered for\n"
+        "  args[0]: ((), key<fry>, False), not ((2,), dtype('uint32'), False)\n"
+        "  args[1]: 3, not expected\n"
+        "  fix: pass arguments of the same types, or lower again"
+    )
+
+
+def test_lowering_without_devices() -> None:
+    pod = AbstractMesh((4, 2), ("data", "model"))
+    with pytest.raises(ns.NoMeshError) as caught:
+        ns.lower_init(weight, jr.PRNGKey(0), mapping=MAPPING, mesh=pod)
+    assert str(caught.value) == (
+        "lower_init: an AbstractMesh has no devices to compile for\n"
+        "  fix: pass a jax.sharding.Mesh; init itself plans for an AbstractMesh"
+    )
+    with pytest.raises(ns.NoMeshError, match="lower_init: there is an axis mapping, but no mesh was given"):
+        ns.lower_init(weight, jr.PRNGKey(0), mapping=MAPPING)

@@ -266,6 +266,21 @@ def test_the_jaxprs_within_an_equation() -> None:
     assert [j.eqns[0].primitive.name for j in compat.inner_jaxprs(eqn.params)] == ["sin"]
 
 
+def test_the_jaxpr_that_an_equation_only_runs() -> None:
+    wrapped = jax.custom_jvp(jnp.sin)
+    wrapped.defjvp(lambda x, dx: (jnp.sin(x[0]), dx[0]))
+    for call in (jax.jit(jnp.sin), jax.checkpoint(jnp.sin), wrapped):
+        (eqn,) = jax.make_jaxpr(call)(1.0).eqns
+        inner: Any = compat.called(eqn)
+        assert [e.primitive.name for e in inner.eqns] == ["sin"]
+    for call in (
+        jnp.sin,
+        lambda x: jax.lax.map(jnp.sin, x),
+        jax.shard_map(jnp.sin, mesh=M8, in_specs=P(), out_specs=P()),
+    ):
+        assert [compat.called(eqn) for eqn in jax.make_jaxpr(call)(jnp.ones(8)).eqns] == [None]
+
+
 def test_clear_caches_clears_ours_too() -> None:
     class Cache:
         cleared = 0

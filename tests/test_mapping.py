@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from support import M8, M42, bits, counting, na
 
 import namedshard as ns
-from namedshard._place import shard as _place
+from namedshard import _errors
 from namedshard._plan.mapping import current_mapping
 
 # --- AxisMapping ------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def in_thread(f: Any) -> Any:
 
 
 def test_a_thread_without_the_context_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_place, "_warned_no_mapping", set())
+    monkeypatch.setattr(_errors, "_warned", set())
     x = na(counting(8), "b")
     hint = "in this thread (another thread has one: contexts are thread-local, so pass mapping= and mesh= along)"
     with jax.set_mesh(M8), ns.axis_mapping({"b": "data"}):
@@ -221,7 +221,7 @@ def test_a_thread_without_the_context_is_told_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_any_mapping_shard_warns_once_and_auto_sharded_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_place, "_warned_no_mapping", set())
+    monkeypatch.setattr(_errors, "_warned", set())
     x = na(counting(8), "b")
     with pytest.warns(RuntimeWarning) as caught:
         assert ns.shard(x) is x

@@ -95,7 +95,7 @@ def test_deleted_leaves_are_named() -> None:
     x = jnp.arange(8.0)
     x.delete()
     assert message_of(lambda: ns.offload({"w": x, "v": jnp.ones(2)}), ns.DeletedArrayError) == (
-        "1 of 2 leaves cannot be moved: the array was donated or deleted\n"
+        "offload: 1 of 2 leaves donated or deleted\n"
         "  ['w']\n"
         "  fix: keep the result of the call that the array was donated to, and use that"
     )
@@ -105,7 +105,7 @@ def test_deleted_leaves_are_named() -> None:
     state = optimizer.init(params)
     state[0].mu["w"].delete()
     assert message_of(lambda: optimizer.update(params, state), ns.DeletedArrayError) == (
-        "1 of 3 leaves cannot be moved: the array was donated or deleted\n"
+        "offload: 1 of 3 leaves donated or deleted\n"
         "  [0].mu['w']\n"
         "  fix: keep the result of the call that the array was donated to, and use that"
     )

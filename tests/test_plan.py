@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from support import M42, counting, na, unchecked
 
 import namedshard as ns
-from namedshard._plan import plan as _plan
+from namedshard import _errors
 
 ABSTRACT = AbstractMesh((4, 2), ("data", "model"))
 
@@ -355,7 +355,7 @@ def test_an_axis_that_is_of_size_one_everywhere_must_divide() -> None:
 
 @pytest.fixture
 def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_plan, "_warned", set())
+    monkeypatch.setattr(_errors, "_warned", set())
     yield
 
 

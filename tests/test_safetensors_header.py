@@ -22,7 +22,7 @@ PAYLOAD = np.arange(16, dtype=np.uint8).tobytes()
 def parse(data: bytes) -> dict[str, ns.TensorInfo]:
     """Parse a whole file's bytes, as reading one does."""
     length = header_length(data[:8], "f", len(data))
-    return parse_header(data[8 : 8 + length], "f", len(data))[0]
+    return parse_header(data[8 : 8 + length], "f", len(data))
 
 
 def entry(start: int, stop: int, shape: Any = None, dtype: str = "F32") -> dict[str, Any]:
@@ -70,8 +70,8 @@ def test_encoded_headers_parse_to_the_same_and_begin_tensors_at_multiples_of_eig
         head, size = encode_header(listed, {"format": "pt", "note": extra})
         assert len(head) % 8 == 0
         assert size == len(head) + 60 + 14 + 1
-        tensors, metadata = parse_header(head[8:], "f", size)
-        assert metadata == {"format": "pt", "note": extra}
+        tensors = parse_header(head[8:], "f", size)
+        assert json.loads(head[8:])["__metadata__"] == {"format": "pt", "note": extra}
         assert [(n, i.dtype, i.shape) for n, i in tensors.items()] == listed
         assert [(i.start, i.stop) for i in tensors.values()] == [
             (len(head), len(head) + 60),

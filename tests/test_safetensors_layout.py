@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from namedshard._place.boxes import local_slices, overlap, shape_of, volume
 from namedshard._safetensors.layout import (
     NotACopy,
     Part,
@@ -20,7 +21,6 @@ from namedshard._safetensors.layout import (
     layer_of,
     leaf_bounds,
     leaf_view,
-    overlap,
 )
 from namedshard._safetensors.ranges import LOCAL, REMOTE, WASTE, ReadSettings, coalesce, plan_chunks, run_offsets
 
@@ -177,7 +177,7 @@ def test_every_wanted_element_is_read_once_and_hardly_any_other(pieces, itemsize
     boxes = [box for b in bounds for box in boxes_in(part, b)]
     begin = 1000
     reads = np.zeros(math.prod(shape) * itemsize, int)
-    delivered = [np.zeros([hi - lo for lo, hi in box], int) for box in boxes]
+    delivered = [np.zeros(shape_of(box), int) for box in boxes]
     for chunk in plan_chunks(part, boxes, itemsize, begin, settings):
         assert chunk.nbytes <= max(settings.read_bytes, itemsize)
         for offset in run_offsets(part, chunk, itemsize):
@@ -185,10 +185,10 @@ def test_every_wanted_element_is_read_once_and_hardly_any_other(pieces, itemsize
         for i in chunk.requests:
             shared = overlap(boxes[i], chunk.box)
             if shared is not None:
-                delivered[i][tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, boxes[i], strict=True))] += 1
+                delivered[i][local_slices(shared, boxes[i])] += 1
     for box in delivered:
         assert (box == 1).all()
-    needed = sum(math.prod(b - a for a, b in box) for box in bounds) * itemsize
+    needed = sum(volume(box) for box in bounds) * itemsize
     assert reads.max() == 1
     if settings is not ROWS:
         assert reads.sum() <= needed * (1 + 2 * WASTE)

@@ -38,7 +38,7 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard._place import moves as _moves
+from namedshard._place import local as _local
 from namedshard._safetensors.ranges import LOCAL
 from namedshard._safetensors.targets import LoadOptions
 
@@ -381,15 +381,15 @@ def test_a_bar_is_shown_on_a_terminal(tmp_path, monkeypatch):
 @pytest.mark.parametrize("budget", ["1GiB", 1024])
 def test_shards_that_leave_this_hosts_memory_do_so_batch_by_batch(tmp_path, monkeypatch, budget, kind):
     """On accelerators; here the devices are CPUs, and only told not to be."""
-    monkeypatch.setattr(_moves, "in_host_memory", lambda sharding: False)
+    monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
     put: list[int] = []
-    onto = _moves.onto_devices
+    onto = _local.onto_devices
 
     def counted(shape: Any, sharding: Any, bounds: Any, piece: np.ndarray) -> Any:
         put.append(piece.nbytes)
         return onto(shape, sharding, bounds, piece)
 
-    monkeypatch.setattr(_moves, "onto_devices", counted)
+    monkeypatch.setattr(_local, "onto_devices", counted)
     tensors = {"x": VALUE, "y": VALUE + 1, "s": np.full((), 5, np.float32)}
     path = write(tmp_path / "x.safetensors", tensors)
     like = {"x": na(struct(8, 16), "a b"), "y": na(struct(8, 16), "b a"), "s": struct()}

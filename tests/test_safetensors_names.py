@@ -224,6 +224,45 @@ def test_what_cannot_be_followed_is_said_and_can_be_named(tmp_path):
     assert set(ns.read_header(tmp_path / "x.safetensors")) == {"c.w", "c.plain", "f.w"}
 
 
+class Applying(ModuleWithStateDictSerialization):
+    w: jax.Array
+    function: Any = eqx.field(static=True)
+
+    def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
+        return {f"{prefix}.w": self.function(self.w)}
+
+
+@pytest.mark.parametrize(
+    ("operation", "function"),
+    [
+        ("scan", lambda w: jax.lax.map(lambda x: x.reshape(-1), w)),
+        ("scan", lambda w: jax.lax.fori_loop(0, 2, lambda _, x: x.transpose(0, 2, 1), w)),
+        ("while", lambda w: jax.lax.while_loop(lambda x: x[0, 0, 0] > 0, lambda x: x.transpose(0, 2, 1), w)),
+        ("cond", lambda w: jax.lax.cond(True, lambda x: x.transpose(0, 2, 1), lambda x: x, w)),
+    ],
+)
+def test_loops_and_branches_are_no_copies(tmp_path, operation, function):
+    tree = {"m": Applying(jnp.asarray(counting(3, 4, 4)), function)}
+    with pytest.raises(ns.CheckpointError) as error:
+        ns.save_safetensors(tree, tmp_path / "x.safetensors")
+    assert f"['m'].w: Applying computes tensor 'w': {operation} is no copy" in str(error.value)
+    path = write(tmp_path / "x.safetensors", {"m.w": counting(3, 4, 4)})
+    with pytest.raises(ns.CheckpointError) as error:
+        ns.load_safetensors(path, tree)
+    assert f"['m'].w: Applying computes tensor 'w': {operation} is no copy" in str(error.value)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.custom_vjp, jax.custom_jvp])
+def test_calls_are_followed(tmp_path, wrap):
+    function = wrap(lambda x: x.reshape(-1))
+    if wrap is jax.custom_vjp:
+        function.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    if wrap is jax.custom_jvp:
+        function.defjvp(lambda x, dx: (x, dx))
+    ns.save_safetensors({"m": Applying(jnp.asarray(counting(3, 4)), function)}, tmp_path / "x.safetensors")
+    assert ns.read_header(tmp_path / "x.safetensors")["m.w"].shape == (12,)
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any

@@ -28,7 +28,7 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard._place import moves as _moves
+from namedshard._place import local as _local
 from namedshard._place.route import Placement, Route, placement_of, route_for
 
 BASE = counting(8, 16)
@@ -78,7 +78,7 @@ KINDS = (None, "device", "pinned_host", "unpinned_host")
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPUs have a way of their own; the ones that other devices take must be right as well, and run here too."""
     if request.param == "as on accelerators":
-        monkeypatch.setattr(_moves, "_on_cpu", lambda sharding: False)
+        monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
     yield
 
 

@@ -27,7 +27,7 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard._place import moves as _moves
+from namedshard._place import local as _local
 
 BASE = counting(8, 16)
 MAPPING = {"a": "data", "b": "model"}
@@ -42,7 +42,7 @@ def put(x: Any, where: Any, *spec: Any, kind: str = "device") -> jax.Array:
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPUs have a way of their own; the ones that other devices take must be right as well, and run here too."""
     if request.param == "as on accelerators":
-        monkeypatch.setattr(_moves, "_on_cpu", lambda sharding: False)
+        monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
     yield
 
 
@@ -209,10 +209,10 @@ def fails(kind: type[Exception], text: str, tree: Any, where: Any = M8, **option
 def test_deleted_arrays() -> None:
     fails(
         ns.DeletedArrayError,
-        "2 of 4 leaves cannot be placed: the array was donated or deleted\n"
+        "shard: 2 of 4 leaves donated or deleted\n"
         "  ['r']\n"
         "  ['s'][0]\n"
-        "  fix: keep the result of the call that the array was donated to, and shard that",
+        "  fix: keep the result of the call that the array was donated to, and use that",
         {"r": na(gone(), "b"), "s": [na(gone(), "b")], "plain": gone()},
     )
     placed = ns.shard(na(counting(8), "b"), {"b": "data"}, M8)

@@ -90,7 +90,7 @@ def test_a_stream_checks_everything_before_it_begins() -> None:
     assert str(caught.value) == (
         "iter_to_host: 1 of 2 leaves donated or deleted\n"
         "  ['b']\n"
-        "  fix: keep the result of the call that the array was donated to"
+        "  fix: keep the result of the call that the array was donated to, and use that"
     )
 
 

@@ -7,18 +7,17 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from namedshard._errors import NamedShardError, did_you_mean
-from namedshard._explain.explain import Explanation, Stored, explain_leaves
+from namedshard._errors import NamedShardError, did_you_mean, message
+from namedshard._explain.explain import explain_leaves
 from namedshard._explain.report import Lint
 from namedshard._plan.leaves import Leaf
-from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first
+from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first, spec_entry
 from namedshard._safetensors.header import TensorInfo
 from namedshard._safetensors.index import read_header
 
@@ -77,7 +76,7 @@ def _candidate(text: str, whole: str) -> MeshAxes:
         raise UsageError(
             f"{whole!r} is not a rule: write NAME=model, NAME=data+model, NAME=none or 'NAME=model|data|none'"
         )
-    return names[0] if len(names) == 1 else names
+    return spec_entry(names)
 
 
 def parse_rule(text: str) -> tuple[str, Rule]:
@@ -117,34 +116,17 @@ def named_tensors(tensors: Mapping[str, TensorInfo], patterns: Sequence[AxesPatt
             wrong.append(f"{name}: its shape is {info.shape}, but {hits[0].text!r} names ({', '.join(names)})")
         leaves.append(Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), names))
     if wrong:
-        raise UsageError(
-            f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names",
-            wrong,
-            fix="name every dimension, and give the narrower pattern first: the first that matches a tensor counts",
-        )
-    return leaves, [*_unmatched(patterns, matched, tensors), *_unnamed(leaves)]
-
-
-def _unmatched(patterns: Sequence[AxesPattern], matched: set[str], tensors: Mapping[str, Any]) -> Iterator[Lint]:
-    for pattern in patterns:
-        if pattern.text not in matched:
-            hint = did_you_mean(pattern.text, list(tensors))
-            yield Lint("unmatched pattern", f"--axes pattern {pattern.text!r} matches no tensor{hint}")
-
-
-def _unnamed(leaves: Sequence[Leaf]) -> Iterator[Lint]:
-    bare = sum(leaf.names is None for leaf in leaves)
-    if bare:
-        yield Lint("unnamed", f"{bare} of {len(leaves)} tensors match no --axes pattern")
-
-
-def explain_checkpoint(path: str, mesh: AbstractMesh, mapping: AxisMapping, axes: Sequence[AxesPattern]) -> Explanation:
-    """What a plan would do with a checkpoint's tensors; reads nothing but headers."""
-    leaves, lints = named_tensors(read_header(path), axes)
-    treedef = jax.tree_util.tree_structure([0] * len(leaves))
-    return explain_leaves(
-        leaves, treedef, mapping, mesh, stored=Stored("in file", "read", "left replicated"), lints=lints
-    )
+        headline = f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names"
+        fix = "name every dimension, and give the narrower pattern first: the first that matches a tensor counts"
+        raise UsageError(message(headline, wrong, fix))
+    lints = [
+        Lint("unmatched pattern", f"--axes pattern {p.text!r} matches no tensor{did_you_mean(p.text, list(tensors))}")
+        for p in patterns
+        if p.text not in matched
+    ]
+    if bare := sum(leaf.names is None for leaf in leaves):
+        lints.append(Lint("unnamed", f"{bare} of {len(leaves)} tensors match no --axes pattern"))
+    return leaves, lints
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,11 +169,14 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"axis {name} is mapped twice")
         rules[name] = rule
     mapping = AxisMapping(rules, indivisible=arguments.indivisible)
-    explanation = explain_checkpoint(arguments.checkpoint, mesh, mapping, [parse_axes(text) for text in arguments.axes])
+    patterns = [parse_axes(text) for text in arguments.axes]
+    leaves, lints = named_tensors(read_header(arguments.checkpoint), patterns)
+    treedef = jax.tree_util.tree_structure([0] * len(leaves))
+    explanation = explain_leaves(leaves, treedef, mapping, mesh, in_file=True, lints=lints)
     if arguments.json:
         print(explanation.to_json())
     else:
-        # Colour only where there is a terminal, or where FORCE_COLOR asks for it.
+        # Color only where there is a terminal, or where FORCE_COLOR asks for it.
         console = Console(highlight=False)
         for line in explanation.lines(shutil.get_terminal_size((120, 24)).columns, all=arguments.all):
             console.print(line, soft_wrap=True)

@@ -150,6 +150,15 @@ def message(headline: str, lines: Iterable[str] = (), fix: str | None = None) ->
     return "\n".join(out)
 
 
+def deleted_arrays(what: str, paths: Sequence[str], total: int) -> DeletedArrayError:
+    """The error for arrays that were donated or deleted; ``total`` counts the leaves looked at."""
+    return DeletedArrayError(
+        f"{what}: {count_of(len(paths), total)} donated or deleted",
+        map(at, paths),
+        fix="keep the result of the call that the array was donated to, and use that",
+    )
+
+
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """``" (did you mean 'model'?)"`` when something close is known, else an empty string."""
     close = difflib.get_close_matches(word, known, n=1)
@@ -174,6 +183,16 @@ def human_bytes(n: int) -> str:
 
 
 _NOT_THE_CALLERS = ("namedshard", "contextlib", "jax", "equinox", "haliax")
+
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str, category: type[Warning] = UserWarning) -> None:
+    """`warn_user`, once for each text."""
+    if text not in _warned:
+        _warned.add(text)
+        warn_user(text, category)
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:

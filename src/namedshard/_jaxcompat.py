@@ -33,6 +33,11 @@ _holders: Any = _mesh_module if hasattr(_mesh_module, "device_context") else _co
 _EMPTY_MESH = Mesh(np.empty((), dtype=object), ())
 _EMPTY_ABSTRACT_MESH = AbstractMesh((), ())
 
+PLAIN_CALLS = frozenset(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2".split()  # noqa: SIM905
+)
+"""Operations that only run a jaxpr, once, on their arguments; what else they hold is rules of differentiation."""
+
 
 def context_meshes() -> tuple[Mesh | None, Mesh | None]:
     """The concrete meshes of ``jax.set_mesh`` and of ``with mesh:``, each None when not in force.
@@ -274,6 +279,13 @@ def key_data_shape(aval: Any) -> tuple[int, ...]:
 def clear_with_jax(cache: Any) -> None:
     """Lets ``jax.clear_caches()`` clear a cache, by its method ``cache_clear``."""
     _util.register_cache(cache, "namedshard")
+
+
+def called(eqn: Any) -> ClosedJaxpr | Jaxpr | None:
+    """The jaxpr that an equation runs, if that's all it does."""
+    if eqn.primitive.name not in PLAIN_CALLS:
+        return None
+    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
 
 
 def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:

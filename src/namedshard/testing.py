@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, Sharding
 from jaxtyping import PyTree
 
-from namedshard._errors import at, count_of
+from namedshard._errors import at, count_of, message
 from namedshard._place.gather import to_host
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._plan.mapping import MappingLike
@@ -128,7 +128,7 @@ def assert_placed(
             here, there = (f" on devices {_order(s)}" if _order(have) != _order(want) else "" for s in (have, want))
             lines.append(f"{at(leaf.path)}: {getattr(have, 'spec', have)}{here}, wanted {want.spec}{there}")
     if lines:
-        raise AssertionError(f"{count_of(len(lines), len(named))} not where the mapping wants it", lines)
+        raise AssertionError(message(f"{count_of(len(lines), len(named))} not where the mapping wants it", lines))
 
 
 def _order(sharding: Sharding) -> list[int]:
@@ -153,7 +153,7 @@ def assert_equal_bits(actual: PyTree, expected: PyTree) -> None:
     """
     structures = [jax.tree_util.tree_structure(t) for t in (actual, expected)]
     if structures[0] != structures[1]:
-        raise AssertionError("the trees have different structures", [str(s) for s in structures])
+        raise AssertionError(message("the trees have different structures", map(str, structures)))
     types = [[getattr(leaf.value, "dtype", None) for leaf in named_leaves(tree)] for tree in (actual, expected)]
     left, right = named_leaves(to_host(actual)), named_leaves(to_host(expected))
     lines: list[str] = []
@@ -169,7 +169,7 @@ def assert_equal_bits(actual: PyTree, expected: PyTree) -> None:
             count = int(np.sum(np.any(_bytes_of(x) != _bytes_of(y), axis=-1)))
             lines.append(f"{at(a.path)}: {count} of {x.size} elements differ")
     if lines:
-        raise AssertionError(f"{count_of(len(lines), len(left))} different", lines)
+        raise AssertionError(message(f"{count_of(len(lines), len(left))} different", lines))
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:

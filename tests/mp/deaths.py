@@ -26,7 +26,7 @@ LAST = mesh((len(own(VICTIM)),), "x", devices=own(VICTIM))
 
 def at_step(number: int, what: Callable[[], None]) -> None:
     """Let the victim do this when it comes to this step of the next exchange."""
-    real = collective._program
+    real = collective._compile_rounds
 
     def program(*args: Any) -> Any:
         step = real(*args)
@@ -40,7 +40,7 @@ def at_step(number: int, what: Callable[[], None]) -> None:
         return stepping
 
     steps: list[int] = []
-    collective._program = program
+    collective._compile_rounds = program
 
 
 def big() -> dict[str, Any]:
@@ -156,9 +156,9 @@ def case_a_failure_in_a_compiled_move() -> None:
         raise MemoryError("no more of it")
 
     tree, where = big(), PLACES["all"][0]
-    collective.moves.all_cpu = lambda _: False
+    collective.local.on_cpus = lambda _: False
     if ME == VICTIM:
-        collective.moves.constrain_jit = fail
+        collective.local.constrain_jit = fail
         equal(message_of(MemoryError, lambda: ns.shard(tree, {"a": "y"}, where)), "no more of it")
     else:
         said = message_of(ns.ExchangeError, lambda: ns.shard(tree, {"a": "y"}, where))

@@ -34,7 +34,7 @@ from namedshard._place import transfer as collective
 GONE = (
     "iter_to_host: 1 of 1 leaf donated or deleted\n"
     "  ['1']\n"
-    "  fix: keep the result of the call that the array was donated to"
+    "  fix: keep the result of the call that the array was donated to, and use that"
 )
 PLACED = list(zip(DTYPES * 2, PLACES, strict=False))
 

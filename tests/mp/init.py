@@ -41,7 +41,7 @@ def case_models() -> None:
         fn, args = init_models.CATALOGUE[name]()
         on = over_all(EXPLICIT if i % 2 else AUTO, reverse=i % 3 == 0)
         made = ns.init(fn, *args, mapping=MAPPING, mesh=on)
-        assert_own_shards(made, fn(*args), on)
+        assert_own_shards(made, init_models.jitted(name), on)
         plan = ns.plan(made, MAPPING, on)
         for planned, x in zip(plan.leaves, jax.tree.leaves(made), strict=True):
             assert planned.spec is None or x.sharding == plan.sharding_of(planned)
@@ -50,7 +50,7 @@ def case_models() -> None:
 def case_keys_of_all_processes() -> None:
     """Under a mesh keys are arrays of all processes."""
     on = over_all()
-    wanted = init_models.dense(jax.random.PRNGKey(7))
+    wanted = init_models.jitted("dense")
     for make_key in (jax.random.PRNGKey, jax.random.key):
         with jax.set_mesh(on), ns.axis_mapping(MAPPING):
             key = make_key(7)

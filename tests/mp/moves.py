@@ -241,10 +241,10 @@ SAME_DEVICES = ("all", "transposed", "reversed", "interleaved", "replicated", "e
 
 def case_the_compilers_way() -> None:
     """What machines with accelerators do, whose memory numpy does not see."""
-    before, collective.moves.all_cpu = collective.moves.all_cpu, lambda devices: False
+    before, collective.local.on_cpus = collective.local.on_cpus, lambda sharding: False
     compiled: list[Any] = []
-    real = collective.moves.constrain_jit
-    collective.moves.constrain_jit = lambda work: (compiled.extend(work), real(work))
+    real = collective.local.constrain_jit
+    collective.local.constrain_jit = lambda work: (compiled.extend(work), real(work))
     try:
         for source, target in itertools.product(SAME_DEVICES, SAME_DEVICES):
             where, mapping, spec = PLACES[target]
@@ -282,5 +282,5 @@ def case_the_compilers_way() -> None:
             collective.CHUNK_BYTES = limit
         equal(len(compiled), 0)
     finally:
-        collective.moves.all_cpu = before
-        collective.moves.constrain_jit = real
+        collective.local.on_cpus = before
+        collective.local.constrain_jit = real

@@ -1,6 +1,5 @@
 """What a plan would do with a tree and why: `explain`."""
 
-import dataclasses
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from namedshard._explain.report import Findings, Lint, Row, Totals
 from namedshard._place.route import Placement, Route, placement_of, route_for, transient_bytes, wanted_memory_kind
 from namedshard._place.shard import check_memory_kind
 from namedshard._plan.leaves import Leaf
-from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, mesh_axes_of
+from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, axis_names, mesh_axes_of
 from namedshard._plan.mesh import MeshLike, describe, manual_axes
 from namedshard._plan.plan import LeafPlan, Plan, Problem, fixes, plan_leaves, resolve
 from namedshard._types import PyTreeDef
@@ -27,19 +26,10 @@ LARGE = 16 * 2**20
 """Bytes from which a replicated leaf is worth a lint."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
-    """How to show leaves that lie in a file: where they are, the route of those with axes, and of those without."""
-
-    now: str
-    route: str
-    left: str
-
-
-class Explanation:
+class Explanation(Findings):
     """What a plan would do with a tree and why; made by `explain`.
 
-    ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in colour.
+    ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in color.
 
     Attributes:
         plan: The `Plan`. Where a leaf has a problem, the axis concerned is unsharded in it.
@@ -47,25 +37,6 @@ class Explanation:
         lints: What is not wrong but probably not meant; a tuple of `Lint`.
         totals: Sums over the tree, in bytes.
     """
-
-    def __init__(self, plan: Plan, found: Findings):
-        self.plan = plan
-        self._found = found
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """One `Row` per array of the tree."""
-        return self._found.rows
-
-    @property
-    def lints(self) -> tuple[Lint, ...]:
-        """What is not wrong but probably not meant."""
-        return self._found.lints
-
-    @property
-    def totals(self) -> Totals:
-        """Sums over the tree, in bytes."""
-        return self._found.totals
 
     @property
     def ok(self) -> bool:
@@ -81,11 +52,11 @@ class Explanation:
         """
         if width is None:
             width = shutil.get_terminal_size((120, 24)).columns
-        return report.text(self._found, width, all=all)
+        return "\n".join(line.plain for line in report.lines(self, width, all=all))
 
     def to_json(self, indent: int | None = 2) -> str:
         """Everything, leaf by leaf, as JSON; sizes are in bytes."""
-        return report.to_json(self._found, indent)
+        return report.to_json(self, indent)
 
     def __str__(self) -> str:
         return self.table()
@@ -95,14 +66,14 @@ class Explanation:
         return f"<Explanation of {t.leaves} leaves on mesh {describe(self.plan.mesh)}: {t.problems} problems>"
 
     def _repr_html_(self) -> str:
-        return report.to_html(self._found)
+        return report.to_html(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield from self.lines(options.max_width)
 
     def lines(self, width: int, *, all: bool = False) -> Iterator[Text]:
         """The table as styled `rich.text.Text` lines; see `table`."""
-        for line in report.lines(self._found, width, all=all):
+        for line in report.lines(self, width, all=all):
             line.no_wrap, line.overflow = True, "ignore"
             yield line
 
@@ -160,12 +131,12 @@ def explain_leaves(
     mesh: MeshLike,
     *,
     memory_kind: str | None = None,
-    stored: Stored | None = None,
+    in_file: bool = False,
     lints: Iterable[Lint] = (),
 ) -> Explanation:
     """Explain leaves that are walked already.
 
-    ``stored`` says what to show of leaves that are not in memory at all; ``lints`` are added to those found here.
+    ``in_file`` is for the tensors of a checkpoint, which have no placement; ``lints`` are added to those found here.
     """
     problems: list[Problem] = []
     manual = manual_axes()
@@ -174,94 +145,78 @@ def explain_leaves(
     for problem in problems:
         wrong[problem.path] = (*wrong.get(problem.path, ()), problem.text)
     staging = compat.staging()
-    rows = tuple(
-        _row(leaf, planned, plan, wrong.get(planned.path, ()), memory_kind, staging, manual, stored)
-        for leaf, planned in zip(leaves, plan.leaves, strict=True)
-        if planned.shape is not None
-    )
+    found: list[Row] = []
+    for leaf, planned in zip(leaves, plan.leaves, strict=True):
+        if planned.shape is None:
+            continue
+        bad = wrong.get(planned.path, ())
+        why = [] if bad else [report.why_text(c, planned.why, mesh, manual) for c in planned.why]
+        if leaf.own is not None and any(name in leaf.own.rules for name in leaf.names or ()):
+            why.append(f"carries its own mapping {dict(leaf.own.rules)!r}")
+        told = tuple(w for w in (*why, planned.note) if w)
+        if in_file:
+            route = "error" if bad else "left replicated" if planned.spec is None else "read"
+            found.append(Row(planned.path, planned, "in file", route, told, bad, memory_kind=memory_kind))
+        else:
+            found.append(_row(planned, leaf.value, told, bad, mesh, memory_kind, staging))
+    rows = tuple(found)
     axes = list(dict.fromkeys(name for row in rows for name, _ in row.plan.axes or ()))
-    ruled = {c.axis for row in rows for c in row.plan.why if c.rule is not None}
-    named = {*mapping.rules, *ruled}
-    return Explanation(
-        plan,
-        Findings(
-            mesh,
-            mapping,
-            rows,
-            (*lints, *_lints(rows, axes, mapping, mesh, manual)),
-            _totals(plan, rows),
-            tuple(name for name in axes if name not in named),
-            tuple(fixes(problems, mesh, manual)),
-        ),
-    )
+    ruled = {*mapping.rules, *(c.axis for row in rows for c in row.plan.why if c.rule is not None)}
+    lints = (*lints, *_lints(rows, axes, mapping, mesh, manual))
+    unmapped = tuple(name for name in axes if name not in ruled)
+    fixing = tuple(fixes(problems, mesh, manual))
+    return Explanation(plan, rows, lints, _totals(plan, rows), unmapped, fixing)
 
 
 def _row(
-    leaf: Leaf,
     planned: LeafPlan,
-    plan: Plan,
+    value: Any,
+    why: tuple[str, ...],
     problems: tuple[str, ...],
+    mesh: MeshLike,
     memory_kind: str | None,
     staging: bool,
-    manual: frozenset[str],
-    stored: Stored | None,
 ) -> Row:
-    why = [] if problems else [report.why_text(c, planned.why, plan.mesh, manual) for c in planned.why]
-    if leaf.own is not None and any(name in leaf.own.rules for name in leaf.names or ()):
-        why.append(f"carries its own mapping {dict(leaf.own.rules)!r}")
-    told = tuple(w for w in (*why, planned.note) if w)
-    placement: Placement | None = None
-    if stored is not None:
-        now, route = stored.now, stored.left if planned.spec is None else stored.route
-    else:
-        placement = placement_of(leaf.value, staging)
-        now, route = (
-            _now_text(leaf.value, placement, plan.mesh),
-            _route_text(planned, placement, plan.mesh, memory_kind),
-        )
-        if now == "deleted" and planned.spec is not None:
-            problems = (*problems, "the array was donated or deleted")
+    """The row of a leaf in memory."""
+    placement = placement_of(value, staging)
+    now = _placement_text(value, placement, mesh)
+    if now == "deleted" and planned.spec is not None:
+        problems = (*problems, "the array was donated or deleted")
     if problems:
-        return Row(planned.path, planned, now, "error", told, problems)
-    if placement is None:
-        return Row(planned.path, planned, now, route, told, memory_kind=memory_kind)
-    transient, across = _while_moving(placement, planned, plan, memory_kind)
+        return Row(planned.path, planned, now, "error", why, problems)
     kind = wanted_memory_kind(placement, memory_kind)
-    return Row(planned.path, planned, now, route, told, transient_bytes=transient, across=across, memory_kind=kind)
+    route, transient, across = _route(planned, placement, mesh, kind)
+    return Row(planned.path, planned, now, route, why, transient_bytes=transient, across=across, memory_kind=kind)
 
 
-def _while_moving(now: Placement, planned: LeafPlan, plan: Plan, memory_kind: str | None) -> tuple[int, bool]:
-    """The most bytes on one device during a move, and whether it involves several processes."""
-    if planned.spec is None or planned.shape is None or now.kind == "traced" or not isinstance(plan.mesh, Mesh):
-        return 0, False
-    want = NamedSharding(plan.mesh, planned.spec, memory_kind=wanted_memory_kind(now, memory_kind))
+def _route(planned: LeafPlan, now: Placement, mesh: MeshLike, memory_kind: str | None) -> tuple[str, int, bool]:
+    """The route, the most bytes on one device during the move, and whether that involves several processes."""
+    if planned.spec is None or planned.shape is None:
+        return Route.LEFT.value, 0, False
+    if now.kind == "array" and not isinstance(mesh, Mesh):
+        return "needs devices", 0, False
+    want = NamedSharding(mesh, planned.spec, memory_kind=memory_kind)
+    route = route_for(now, want, planned.shape).value
+    if now.kind == "traced" or not isinstance(mesh, Mesh):
+        return route, 0, False
     devices = want.device_set | (now.sharding.device_set if now.kind == "array" and now.sharding else set())
     across = len({d.process_index for d in devices}) > 1
-    return transient_bytes(now, want, planned.shape, planned.dtype.itemsize), across
+    return route, transient_bytes(now, want, planned.shape, planned.dtype.itemsize), across
 
 
-def _route_text(planned: LeafPlan, now: Placement, mesh: MeshLike, memory_kind: str | None) -> str:
-    if planned.spec is None or planned.shape is None:
-        return Route.LEFT.value
-    if now.kind == "array" and not isinstance(mesh, Mesh):
-        return "needs devices"
-    want = NamedSharding(mesh, planned.spec, memory_kind=wanted_memory_kind(now, memory_kind))
-    return route_for(now, want, planned.shape).value
-
-
-def _now_text(value: Any, now: Placement, mesh: MeshLike) -> str:
+def _placement_text(value: Any, now: Placement, mesh: MeshLike) -> str:
     if now.kind == "array" and value.is_deleted():
         return "deleted"
-    if now.sharding is None:
-        return now.kind + (f" {now.memory_kind}" if now.memory_kind not in (None, "device") else "")
-    where = _sharding_text(now.sharding, mesh)
-    if not now.committed and now.kind == "array":
+    where = now.kind if now.sharding is None else _sharding_text(now.sharding, mesh)
+    if now.sharding is not None and not now.committed and now.kind == "array":
         where += ", uncommitted"
-    # The plain name of a kind that every device has says nothing.
-    return where + (f", {now.memory_kind}" if now.memory_kind not in (None, "device") else "")
+    if now.memory_kind in (None, "device"):  # that every device has, and that says nothing
+        return where
+    return where + (" " if now.sharding is None else ", ") + now.memory_kind
 
 
 def _sharding_text(sharding: Any, mesh: MeshLike) -> str:
+    """A sharding seen from a mesh: what differs from the mesh is named."""
     if isinstance(sharding, SingleDeviceSharding):
         device = next(iter(sharding.device_set))
         return f"{device.platform}:{device.id}"
@@ -269,8 +224,10 @@ def _sharding_text(sharding: Any, mesh: MeshLike) -> str:
         return type(sharding).__name__
     text = report.spec_text(sharding.spec)
     have = sharding.mesh
-    if have == mesh or have.shape != mesh.shape:
-        return text + ("" if have == mesh else f" on mesh {describe(have)}")
+    if have == mesh:
+        return text
+    if have.shape != mesh.shape:
+        return f"{text} on mesh {describe(have)}"
     if isinstance(have, Mesh) and isinstance(mesh, Mesh) and have.devices.tolist() != mesh.devices.tolist():
         same = set(have.devices.flat) == set(mesh.devices.flat)
         return text + (" in another device order" if same else " on other devices")
@@ -278,17 +235,15 @@ def _sharding_text(sharding: Any, mesh: MeshLike) -> str:
 
 
 def _totals(plan: Plan, rows: Sequence[Row]) -> Totals:
-    placed = [row.plan for row in rows if row.plan.spec is not None and not row.problems]
+    placed = [row for row in rows if row.plan.spec is not None and not row.problems]
     left = [row.plan for row in rows if row.plan.spec is None]
     return Totals(
         leaves=len(rows),
         bytes=sum(row.plan.bytes for row in rows),
-        bytes_per_device=sum(p.bytes_per_device for p in placed),
-        bytes_replicated=sum(p.bytes_per_device for p in placed if not _used(p)),
+        bytes_per_device=sum(row.plan.bytes_per_device for row in placed),
+        bytes_replicated=sum(row.plan.bytes_per_device for row in placed if not _used(row.plan)),
         bytes_in_host_memory=sum(
-            row.plan.bytes_per_device
-            for row in rows
-            if row.plan.spec is not None and not row.problems and row.memory_kind in ("pinned_host", "unpinned_host")
+            row.plan.bytes_per_device for row in placed if row.memory_kind in ("pinned_host", "unpinned_host")
         ),
         left=len(left),
         bytes_left=sum(p.bytes for p in left),
@@ -299,7 +254,7 @@ def _totals(plan: Plan, rows: Sequence[Row]) -> Totals:
 
 def _used(plan: LeafPlan) -> set[str]:
     """The mesh axes that a leaf is split over."""
-    return {n for c in plan.why for n in ((c.won,) if isinstance(c.won, str) else (c.won or ()))}
+    return {name for choice in plan.why for name in axis_names(choice.won)}
 
 
 # --- lints ------------------------------------------------------------------------------------------------------------
@@ -308,12 +263,11 @@ def _used(plan: LeafPlan) -> set[str]:
 def _lints(
     rows: Sequence[Row], axes: Sequence[str], mapping: AxisMapping, mesh: MeshLike, manual: frozenset[str]
 ) -> Iterator[Lint]:
-    unmatched = [key for key in mapping.rules if key not in axes]
-    far = [key for key in unmatched if not did_you_mean(key, axes)]
-    for key in unmatched:
-        if key not in far:
-            yield Lint("unmatched key", f"mapping key {key!r} matches no axis{did_you_mean(key, axes)}")
-    if far:
+    unmatched = {key: did_you_mean(key, axes) for key in mapping.rules if key not in axes}
+    for key, hint in unmatched.items():
+        if hint:
+            yield Lint("unmatched key", f"mapping key {key!r} matches no axis{hint}")
+    if far := [key for key, hint in unmatched.items() if not hint]:
         keys = f"key{'s' * (len(far) > 1)} {', '.join(map(repr, far))} match{'es' * (len(far) == 1)}"
         yield Lint("unmatched key", f"mapping {keys} no axis{_known(axes)}")
     for key, rule in mapping.rules.items():

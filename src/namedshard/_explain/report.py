@@ -6,6 +6,7 @@ width, and what needs a sentence (why a candidate lost, what is wrong) stands on
 
 import dataclasses
 import html
+import itertools
 import json
 import math
 import re
@@ -17,9 +18,9 @@ from rich.text import Text
 
 from namedshard._errors import MAX_LISTED, at, count_of, human_bytes
 from namedshard._explain.table import Column, fit, header, prose, row_lines, total
-from namedshard._plan.mapping import AxisMapping, First, MeshAxes, Rule
+from namedshard._plan.mapping import First, MeshAxes, axis_names
 from namedshard._plan.mesh import MeshLike, describe
-from namedshard._plan.plan import BUSY, INDIVISIBLE, AxisChoice, LeafPlan
+from namedshard._plan.plan import BUSY, INDIVISIBLE, AxisChoice, LeafPlan, Plan, remainder_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,12 +91,11 @@ class Totals:
     problems: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Findings:
     """All that is shown of an explained plan."""
 
-    mesh: MeshLike
-    mapping: AxisMapping
+    plan: Plan
     rows: tuple[Row, ...]
     lints: tuple[Lint, ...]
     totals: Totals
@@ -125,7 +125,7 @@ def _placed_axes(row: Row) -> str:
         return axes_text(plan)
     out: list[str] = []
     for (name, size), entry in zip(plan.axes, plan.spec, strict=True):
-        target = "" if entry is None else f" → {entry if isinstance(entry, str) else ' × '.join(entry)}"
+        target = "" if entry is None else f" → {' × '.join(axis_names(entry))}"
         out.append(f"{name}={size}{target}")
     return ", ".join(out) or "scalar"
 
@@ -136,43 +136,25 @@ def _wanted(row: Row) -> str:
     return spec_text(row.plan.spec) + (f" {row.plan.memory_kind}" if row.plan.memory_kind else "")
 
 
-def _per_device(row: Row) -> str:
-    return "-" if row.problems else human_bytes(row.plan.bytes_per_device)
-
-
-def _names(candidate: MeshAxes) -> tuple[str, ...]:
-    return (candidate,) if isinstance(candidate, str) else (candidate or ())
-
-
 def why_text(choice: AxisChoice, choices: Sequence[AxisChoice], mesh: MeshLike, manual: frozenset[str]) -> str:
     """Why an axis got what it got; empty where its rule was simply applied."""
+
+    def reason(candidate: MeshAxes, why: str) -> str:
+        names = set(axis_names(candidate)) - manual
+        if why == BUSY:
+            holder = next(c.axis for c in choices if c is not choice and names & set(axis_names(c.won)))
+            return f"busy (axis {holder} has it)"
+        if why == INDIVISIBLE:
+            return f"indivisible ({remainder_text(choice.size, math.prod(mesh.shape[name] for name in names))})"
+        return why
+
     if not choice.lost:
         return ""
-    lost = "; ".join(
-        f"{candidate!r} is {_reason(choice, candidate, reason, choices, mesh, manual)}"
-        for candidate, reason in choice.lost
-    )
+    lost = "; ".join(f"{candidate!r} is {reason(candidate, why)}" for candidate, why in choice.lost)
     if not isinstance(choice.rule, First):
         return f"{choice.axis} is left whole: {lost}"
     outcome = "is left whole" if choice.won is None else f"→ {choice.won!r}"
     return f"{choice.axis} {outcome} by {choice.rule!r}: {lost}"
-
-
-def _reason(
-    choice: AxisChoice,
-    candidate: MeshAxes,
-    reason: str,
-    choices: Sequence[AxisChoice],
-    mesh: MeshLike,
-    manual: frozenset[str],
-) -> str:
-    names = set(_names(candidate)) - manual
-    if reason == BUSY:
-        return f"busy (axis {next(c.axis for c in choices if c is not choice and names & set(_names(c.won)))} has it)"
-    if reason == INDIVISIBLE:
-        n = math.prod(mesh.shape[name] for name in names)
-        return f"indivisible ({choice.size} = {n}*{choice.size // n} + {choice.size % n})"
-    return reason
 
 
 # --- rows alike -------------------------------------------------------------------------------------------------------
@@ -183,12 +165,8 @@ _INDEX = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.)")
 
 def _runs(numbers: Sequence[int]) -> str:
     """``"0..5"``, ``"0..2,7"``."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
+    consecutive = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    runs = [[n for _, n in group] for _, group in consecutive]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
 
 
@@ -233,20 +211,19 @@ def _path_text(row: Row) -> str:
     return at(row.path) + (f" ×{row.leaves}" if row.leaves > 1 else "")
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, Column]:
-    def column(title: str, of: Callable[[Row], str], folds: re.Pattern[str] | None = None, right: bool = False):
-        return Column(title, [of(row) for row in rows], folds, right)
-
-    return {
-        "leaf": column("leaf", _path_text, _BEFORE_PART),
-        "axes": column("axes", lambda r: axes_text(r.plan), _AFTER_WORD),
-        "placed": column("axes", _placed_axes, _AFTER_WORD),
-        "spec": column("spec", _wanted, _AFTER_WORD),
-        "dtype": column("dtype", lambda r: str(r.plan.dtype)),
-        "size": column("per device", _per_device, right=True),
-        "now": column("now", lambda r: r.now, _AFTER_WORD),
-        "route": column("route", lambda r: r.route, _AFTER_WORD),
-    }
+_WHOLE = ("leaf", "axes", "spec", "dtype", "size", "now", "route")
+_MERGED = ("leaf", "placed", "dtype", "size", "now", "route")
+# Title, cell and where the cell may be folded, of each column.
+_COLUMNS: dict[str, tuple[str, Callable[[Row], str], re.Pattern[str] | None]] = {
+    "leaf": ("leaf", _path_text, _BEFORE_PART),
+    "axes": ("axes", lambda row: axes_text(row.plan), _AFTER_WORD),
+    "placed": ("axes", _placed_axes, _AFTER_WORD),
+    "spec": ("spec", _wanted, _AFTER_WORD),
+    "dtype": ("dtype", lambda row: str(row.plan.dtype), None),
+    "size": ("per device", lambda row: "-" if row.problems else human_bytes(row.plan.bytes_per_device), None),
+    "now": ("now", lambda row: row.now, _AFTER_WORD),
+    "route": ("route", lambda row: row.route, _AFTER_WORD),
+}
 
 
 def _chosen(rows: Sequence[Row], width: int) -> tuple[list[Column], list[Column]]:
@@ -254,30 +231,25 @@ def _chosen(rows: Sequence[Row], width: int) -> tuple[list[Column], list[Column]
 
     Of the choices that fit, the one that takes the fewest lines; among equals the fullest.
     """
-    named = _columns(rows)
+    named = {
+        key: Column(title, [cell(row) for row in rows], folds, right=key == "size")
+        for key, (title, cell, folds) in _COLUMNS.items()
+    }
     constant = [k for k in ("dtype", "now", "route") if len(set(named[k].cells)) == 1 and len(rows) > 1]
-    whole = ("leaf", "axes", "spec", "dtype", "size", "now", "route")
-    merged = ("leaf", "placed", "dtype", "size", "now", "route")
     without = [constant[:n] for n in range(len(constant) + 1)]
-    choices = [[named[k] for k in keys if k not in gone] for keys in (whole, merged) for gone in without]
+    choices = [[named[k] for k in keys if k not in gone] for keys in (_WHOLE, _MERGED) for gone in without]
     fitting = [c for c in choices if total([column.least for column in c]) <= width]
     best = min(fitting, key=lambda c: fit(c, width), default=None)
     if best is None or fit(best, width) > 1.5 * len(rows):
         # A dtype is worth less than a table that can be read.
-        best = [named[k] for k in merged if k not in ("dtype", *constant)]
+        best = [named[k] for k in _MERGED if k not in ("dtype", *constant)]
         fit(best, width)
     lifted = [named[k] for k in constant if named[k] not in best]
     return best, lifted
 
 
 def lines(found: Findings, width: int, *, all: bool = False) -> Iterator[Text]:
-    """The report as styled lines of at most ``width`` cells, longer only where a single word is.
-
-    Args:
-        found: What to show.
-        width: In terminal cells.
-        all: Show every leaf, instead of one row for those that differ only in an index.
-    """
+    """The report as styled lines of at most ``width`` cells, longer only where a single word is."""
     rows = found.rows if all else collapse(found.rows)
     if rows:
         columns, lifted = _chosen(rows, width)
@@ -307,7 +279,7 @@ def _totals(found: Findings) -> Iterator[str]:
     t = found.totals
     yield (
         f"{_count(t.leaves, 'leaf', 'leaves')}, {human_bytes(t.bytes)}; on each of"
-        f" {_count(found.mesh.size, 'device', 'devices')} {human_bytes(t.bytes_per_device)},"
+        f" {_count(found.plan.mesh.size, 'device', 'devices')} {human_bytes(t.bytes_per_device)},"
         f" of which {human_bytes(t.bytes_replicated)} replicated"
         + (f" and {human_bytes(t.bytes_in_host_memory)} in host memory" if t.bytes_in_host_memory else "")
     )
@@ -320,7 +292,7 @@ def _totals(found: Findings) -> Iterator[str]:
             f"{_count(len(crossing), 'move crosses', 'moves cross')} processes, with at most"
             f" {human_bytes(max(crossing))} of a leaf on a device at a time"
         )
-    yield f"mesh {describe(found.mesh)}" + (
+    yield f"mesh {describe(found.plan.mesh)}" + (
         f"; no rule for {', '.join(found.unmapped[:MAX_LISTED])}" if found.unmapped else ""
     )
 
@@ -331,28 +303,17 @@ def _wrong(found: Findings) -> Iterator[str]:
     yield from (f"fix: {fix}" for fix in found.fixes)
 
 
-def text(found: Findings, width: int, *, all: bool = False) -> str:
-    """The report as plain text; see `lines`."""
-    return "\n".join(line.plain for line in lines(found, width, all=all))
-
-
 # --- JSON and HTML ----------------------------------------------------------------------------------------------------
-
-
-def _rule_json(rule: Rule) -> Any:
-    if isinstance(rule, First):
-        return {"first": [_rule_json(c) for c in rule.candidates]}
-    return list(rule) if isinstance(rule, tuple) else rule
 
 
 def _row_json(row: Row) -> dict[str, Any]:
     p = row.plan
     return {
         "path": row.path,
-        "axes": None if p.axes is None else [list(axis) for axis in p.axes],
-        "shape": list(p.shape or ()),
+        "axes": p.axes,
+        "shape": p.shape,
         "dtype": str(p.dtype),
-        "spec": None if p.spec is None or row.problems else [_rule_json(entry) for entry in p.spec],
+        "spec": None if p.spec is None or row.problems else list(p.spec),
         "memory_kind": p.memory_kind,
         "bytes": p.bytes,
         "bytes_per_device": None if row.problems else p.bytes_per_device,
@@ -363,51 +324,50 @@ def _row_json(row: Row) -> dict[str, Any]:
             {
                 "axis": c.axis,
                 "size": c.size,
-                "rule": _rule_json(c.rule),
-                "won": _rule_json(c.won),
-                "lost": [{"candidate": _rule_json(candidate), "reason": reason} for candidate, reason in c.lost],
+                "rule": c.rule,
+                "won": c.won,
+                "lost": [{"candidate": candidate, "reason": reason} for candidate, reason in c.lost],
             }
             for c in p.why
         ],
-        "problems": list(row.problems),
+        "problems": row.problems,
         "note": p.note,
     }
+
+
+def _first_json(rule: First) -> Any:
+    return {"first": rule.candidates}
 
 
 def to_json(found: Findings, indent: int | None) -> str:
     """The report with every leaf, as JSON."""
     return json.dumps(
         {
-            "mesh": dict(found.mesh.shape),
-            "mapping": {name: _rule_json(rule) for name, rule in found.mapping.rules.items()},
-            "indivisible": found.mapping.indivisible,
+            "mesh": dict(found.plan.mesh.shape),
+            "mapping": dict(found.plan.mapping.rules),
+            "indivisible": found.plan.mapping.indivisible,
             "totals": dataclasses.asdict(found.totals),
-            "unmapped_axes": list(found.unmapped),
+            "unmapped_axes": found.unmapped,
             "lints": [dataclasses.asdict(lint) for lint in found.lints],
-            "fixes": list(found.fixes),
+            "fixes": found.fixes,
             "leaves": [_row_json(row) for row in found.rows],
         },
         indent=indent,
+        default=_first_json,
     )
 
 
 def to_html(found: Findings) -> str:
     """The report as an HTML table, for notebooks."""
-    titles = ("leaf", "axes", "spec", "dtype", "per device", "now", "route", "why")
+    titles = [*(_COLUMNS[key][0] for key in _WHOLE), "why"]
     head = "".join(f"<th style='text-align:left'>{t}</th>" for t in titles)
     body: list[str] = []
     for row in collapse(found.rows):
-        p = row.plan
-        why = "<br>".join(html.escape(w) for w in (*row.why, *row.problems))
-        cells = (_path_text(row), axes_text(p), _wanted(row), str(p.dtype), _per_device(row), row.now, row.route)
+        cells = [html.escape(_COLUMNS[key][1](row)) for key in _WHOLE]
+        cells.append("<br>".join(html.escape(w) for w in (*row.why, *row.problems)))
         style = " style='color:#b00020'" if row.problems else ""
-        body.append(
-            f"<tr{style}>"
-            + "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in cells)
-            + f"<td style='text-align:left'>{why}</td></tr>"
-        )
+        body.append(f"<tr{style}>" + "".join(f"<td style='text-align:left'>{c}</td>" for c in cells) + "</tr>")
     below = "<br>".join(html.escape(t) for t in (*_totals(found), *_wrong(found)))
     lints = "".join(f"<li>{html.escape(lint.text)}</li>" for lint in found.lints)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table><p>{below}</p>" + (
-        f"<ul>{lints}</ul>" if lints else ""
-    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table><p>{below}</p>"
+    return table + (f"<ul>{lints}</ul>" if lints else "")

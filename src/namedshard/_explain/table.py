@@ -66,7 +66,7 @@ def fit(columns: Sequence[Column], width: int) -> int:
 
 def header(columns: Sequence[Column]) -> Iterator[Text]:
     """Titles and the line below them."""
-    yield _line([c.title for c in columns], columns, "bold")
+    yield _join_cells([c.title for c in columns], columns, "bold")
     yield Text("─" * total([c.width for c in columns]), style="dim")
 
 
@@ -74,10 +74,10 @@ def row_lines(columns: Sequence[Column], row: int, style: str) -> Iterator[Text]
     """One row's lines."""
     cells = [c.lines(row) for c in columns]
     for i in range(max(map(len, cells))):
-        yield _line([c[i] if i < len(c) else "" for c in cells], columns, style)
+        yield _join_cells([c[i] if i < len(c) else "" for c in cells], columns, style)
 
 
-def _line(cells: Sequence[str], columns: Sequence[Column], style: str) -> Text:
+def _join_cells(cells: Sequence[str], columns: Sequence[Column], style: str) -> Text:
     padded = [
         (" " * (c.width - cell_len(s)) + s) if c.right else (s + " " * (c.width - cell_len(s)))
         for s, c in zip(cells, columns, strict=True)

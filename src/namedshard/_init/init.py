@@ -1,4 +1,4 @@
-"""Initialise a model with every leaf born in its shards, compiling what is distinct once: `init`."""
+"""`init`: creates a model already sharded, compiling each distinct initializer once."""
 
 import dataclasses
 import math
@@ -41,13 +41,13 @@ class InitReport:
         leaves: Arrays in the result.
         bytes: Bytes of all of them.
         bytes_per_device: Bytes of their shards on each device.
-        programs: The distinct programs; their number is what compile time grows with.
-        calls: How many times one of them ran.
-        local: Leaves made whole on one device and then distributed, so that their values do not depend on the mesh.
-        peak_temporary_bytes: The most that one program holds on each device beside its inputs and results.
-        trace_seconds: Time to trace the function and to cut it up; 0 if an earlier call had done so.
+        programs: The distinct programs; compile time grows with their number.
+        calls: How many times one of them ran, without those that derive keys.
+        local: Leaves computed on one device and then sharded (``exact=True``).
+        peak_temporary_bytes: The most that one program allocates on each device beside its inputs and results.
+        trace_seconds: Time to trace the function and split it into programs; 0 if an earlier call had done so.
         compile_seconds: Time spent waiting for compilations.
-        total_seconds: Time of the whole call; on asynchronous devices results may still be on their way.
+        total_seconds: Time of the whole call; on asynchronous devices results may not be ready yet.
     """
 
     leaves: int = 0
@@ -120,43 +120,36 @@ def init(
     report: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Call an initialiser, with every array of its result made where the mapping wants it.
+    """Creates a tree already sharded: calls a function, with each array of its result created in its shards.
 
-    The function is traced once and cut up: small values, keys above all, are worked out by one small loop, and each
-    leaf by a program of its own. Equal programs are compiled once, so the time to compile grows with the number of
-    *distinct* initialisers, not with the depth of the model. No array is ever whole on one device unless it is small.
+    The function is traced once and split into programs, one for each distinct leaf: equal ones are compiled once, so
+    compile time grows with the number of *distinct* initializers, not with the depth of the model.
 
-    The values are bitwise those of ``fn(*args, **kwargs)`` run eagerly, on any mesh. The exceptions are large leaves
-    (over 256 KiB, and over half the largest shard of the model) in the making of which there is a sum, a matrix product
-    or a decomposition; an approximated function of a floating array, such as ``erf``; within one jit the sum of two
-    products; or, on CPUs, an approximated function such as that of ``jax.random.normal`` where rows or their shards are
-    no multiple of 16 elements. These can differ in the last bit, as can what a jit with more than 8 results makes, and
-    the report marks them ``inexact``; with ``exact=True`` they are made whole on one device instead.
+    Values are those of ``jax.jit`` applied to each leaf. They are the same on every mesh, except where a reduction is
+    sharded: then the last bits can differ, and the report marks the program ``inexact``.
 
     Args:
         fn: Any function that returns a tree: ``Model.init``, the ``init`` of an optimizer. JAX arrays among its
-            arguments (keys, parameters, of any shape and dtype) are traced; all else is not. It must be possible to
-            ``jit`` it.
+            arguments (keys, parameters, of any shape and dtype) are traced; everything else is static. It must be
+            possible to ``jit`` it.
         *args: Its arguments. With a ``jax.ShapeDtypeStruct`` among them nothing is computed.
-        mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
-        mesh: A ``jax.sharding.Mesh``; by default the context's, else that of the arguments. With an ``AbstractMesh``
-            nothing is computed.
-        memory_kind: Where all arrays are to live: ``"device"``, ``"pinned_host"``, ...; None leaves each in the memory
-            that ``fn`` leaves it in.
-        exact: Never differ from the eager values, at the cost of memory for the leaves named above. Also keeps large
-            jits within ``fn``, or ``fn`` itself if it is one, whole: without it those with more than 8 results are
-            opened, and their values are those of their operations run one by one.
-        report: Return an `InitReport` along.
+        mapping: Named axis → mesh axes; defaults to the one in context (`axis_mapping`).
+        mesh: A ``jax.sharding.Mesh``; defaults to the one in context, else that of the arguments. With an
+            ``AbstractMesh`` nothing is computed.
+        memory_kind: The memory kind of all arrays: ``"device"``, ``"pinned_host"``, ...; with None each has the one
+            that ``fn`` gives it.
+        exact: Run ``fn`` eagerly on one device and shard the result leaf by leaf.
+        report: Also return an `InitReport`.
         **kwargs: Keyword arguments of ``fn``.
 
     Returns:
-        What ``fn`` returns. Named leaves are where the mapping wants them. Other arrays, and all without a mapping, are
-        sharded as ``fn`` splits them over the Explicit axes in force, else as the argument whose leaf path ends theirs
-        and whose shape is theirs (the moments of an optimizer as its parameters), else replicated on the mesh; without
-        a mesh they stay on the default device. Arrays that ``fn`` passes through and everything that is no array are
-        left as they are. When nothing is computed, arrays are ``jax.ShapeDtypeStruct``s with their shardings. Under
-        ``jit`` and other transformations, ``fn`` is called and its result given to `shard`. With ``report=True``, the
-        pair of that and the `InitReport`.
+        What ``fn`` returns. Named leaves are where the mapping says. Other arrays, and all without a mapping, are
+        sharded as ``fn`` shards them over Explicit axes, else like the argument with the same shape whose path is a
+        suffix of theirs (an optimizer's moments like its parameters), else replicated; without a mesh they are on the
+        default device. Arrays that ``fn`` passes through and everything that isn't an array are returned as they are.
+        When nothing is computed, arrays are ``jax.ShapeDtypeStruct``s with their shardings. Under ``jit`` and other
+        transformations, ``fn`` is called and its result sharded by `shard`. With ``report=True``, the pair of that and
+        the `InitReport`.
 
     Raises:
         NoMeshError: There is a mapping or a ``memory_kind``, but no mesh.
@@ -199,7 +192,7 @@ def init(
     traced_at = time.perf_counter()
     compilations = compile_programs(recipe)
     fresh = {key for key, compilation in compilations.items() if not compilation.done()}
-    run = Run(recipe, recipe.inputs_of(request.arrays))
+    run = Run(recipe, request.arrays)
     waited = time.perf_counter()
     programs = finish(compilations)
     compile_seconds = time.perf_counter() - waited
@@ -209,7 +202,7 @@ def init(
     return tree, dataclasses.replace(
         _measured(tree, started),
         programs=run.reports(compilations, fresh),
-        calls=len(recipe.steps),
+        calls=sum(len(batch.steps) for batch in recipe.batches),
         peak_temporary_bytes=max(map(temporary_bytes, programs.values()), default=0),
         trace_seconds=traced_at - started if new else 0.0,
         compile_seconds=compile_seconds + run.keys_seconds,
@@ -314,7 +307,7 @@ class CompiledInit:
             raise TypeError(message("init: the arguments differ from those it was lowered for", changed, fix=fix))
         request.check()
         refuse_compiled("init", request.arrays, self._recipe.mesh)
-        run = Run(self._recipe, self._recipe.inputs_of(request.arrays))
+        run = Run(self._recipe, request.arrays)
         return jax.tree_util.tree_unflatten(self._recipe.traced.treedef, run.leaves(self._by_key))
 
 
@@ -324,7 +317,7 @@ class LoweredInit:
     def __init__(self, request: Request, recipe: Recipe):
         self._request = request
         self._recipe = recipe
-        self._lowered = {key: recipe.lower(step) for key, step in recipe.distinct().items()}
+        self._lowered = {key: recipe.lower(batch) for key, batch in recipe.distinct().items()}
 
     def compile(self) -> CompiledInit:
         """Compiles the programs, for the mesh's devices, whether or not they're attached."""

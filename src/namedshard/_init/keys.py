@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
-from namedshard._init.tails import Graph, Op, Ref, array_type, contents_of, freeze_op, values_of
+from namedshard._init.tails import Graph, Op, Ref, array_type, contents_of, freeze_op, literal_data, values_of
 
 SMALL_BYTES = 64 << 10
 
@@ -119,7 +119,7 @@ class KeySchedule:
         made = {v: host_data(inputs[v]) for v in self.given}
 
         def read(ref: Ref) -> np.ndarray:
-            return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else made[ref]
+            return literal_data(ref) if isinstance(ref, Literal) else made[ref]
 
         with compat.no_context_mesh():
             for step in self.steps:
@@ -164,9 +164,7 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
             views[depth].append(Step(view, (op,), is_view=True))
         depths.update(dict.fromkeys(op.outputs, depth))
 
-    for op in graph.ops:
-        if op.eqn.effects or not all(is_exact(v.aval) for v in op.eqn.outvars) or not _is_exact_op(op):
-            continue
+    for op in filter(_is_on_integers, graph.ops):
         if not all(v in depths or v in fixed for v in values_of(op.inputs)):
             continue
         if op.name == "random_seed" or any(v in depths for v in values_of(op.inputs)):
@@ -182,5 +180,7 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
     return KeySchedule(frozenset(given), frozenset(depths), steps)
 
 
-def _is_exact_op(op: Op) -> bool:
+def _is_on_integers(op: Op) -> bool:
+    if op.eqn.effects or not all(is_exact(v.aval) for v in op.eqn.outvars):
+        return False
     return not any(floats or name == "random_bits" for name, floats in contents_of(op.eqn)[0])

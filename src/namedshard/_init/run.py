@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,13 @@ from namedshard._init.tails import (
     Tail,
     flatten,
     is_manual,
+    literal_data,
     placed_by,
     split,
     tail_of,
 )
-from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, trace
-from namedshard._place.moves import change_memory
+from namedshard._init.trace import Destination, Destinations, Request, Traced, plan_outputs, struct_of, trace
+from namedshard._place.local import change_memory, on_cpus
 from namedshard._place.shard import place_leaves
 from namedshard._plan.mapping import AxisMapping
 from namedshard._plan.mesh import MeshLike
@@ -41,7 +42,9 @@ _QUIET_SECONDS = 1.0
 _SHORT_ROW = 16
 """CPUs compute rows with fewer elements by other instructions, which round approximated functions otherwise."""
 _SMALL_BYTES = 1 << 20
-"""Bytes of results that a program may compute whole on each device to avoid short rows."""
+"""Bytes of results that a program may compute whole on each device to avoid short rows, or several times at once."""
+_AT_ONCE = 4
+"""How many equal programs run as one on CPUs, where each run costs about half a millisecond."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class ProgramReport:
     Attributes:
         name: Its first ``jit``, such as that of ``jax.random.normal``, or else its last operation. ``init_keys`` stands
             for all the small loops that derive keys.
-        calls: How many times it ran.
+        calls: How many times it ran; on CPUs some of these runs are one.
         compile_seconds: Time that its compilation took; 0 if an earlier call had compiled it.
         bytes_per_device: Bytes of one run's results on each device.
         temporary_bytes: Bytes that one run allocates on each device beside its inputs and results.
@@ -126,8 +129,7 @@ def _without_shardings(value: Any) -> Any:
         _run_ops(graph.ops, values, None)
         return [ref.val if isinstance(ref, Literal) else values[ref] for ref in graph.outputs]
 
-    avals = (v.aval for v in value.jaxpr.invars)
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+    return jax.make_jaxpr(run)(*(struct_of(graph.avals[v]) for v in graph.inputs))
 
 
 def _function_of(tail: Tail, graph: Graph, small: Container[int], mesh: MeshLike | None) -> Callable[..., Any]:
@@ -137,7 +139,7 @@ def _function_of(tail: Tail, graph: Graph, small: Container[int], mesh: MeshLike
         values: dict[int, Any] = {}
         for n, (x, ref) in enumerate(zip(inputs, tail.inputs, strict=True)):
             aval = graph.aval(ref)
-            is_data = compat.is_key_array(aval) and ref in small
+            is_data = isinstance(ref, int) and ref in small and compat.is_key_array(aval)
             values[-1 - n] = jax.random.wrap_key_data(x, impl=compat.key_impl(aval)) if is_data else x
         _run_ops(tail.ops, values, mesh)
         return tuple(_typed(values[v], graph.avals[v]) for v in tail.results)
@@ -192,6 +194,18 @@ class Step:
         return sum(math.prod(shape) * a.dtype.itemsize for shape, a in zip(shapes, avals, strict=True))
 
 
+class Batch(NamedTuple):
+    """A step, or up to `_AT_ONCE` equal ones that run as one."""
+
+    steps: tuple[Step, ...]
+    at_once: bool
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for batches that run the same executable."""
+        return self.steps[0].key, self.at_once
+
+
 # --- a whole initializer ----------------------------------------------------------------------------------------------
 
 
@@ -204,6 +218,7 @@ class Recipe:
         mesh: The mesh of the results, if there is one.
         moves: Inputs that are on devices other than the mesh's, and move to it first.
         wants: Where each computed value goes, once for each leaf that it is.
+        shared: Values that some program is given.
     """
 
     graph: Graph
@@ -212,33 +227,63 @@ class Recipe:
     mesh: MeshLike | None
     refs: list[Ref | None]
     keys: KeySchedule
-    steps: list[Step]
+    batches: list[Batch]
     moves: dict[int, NamedSharding]
     wants: Mapping[int, list[Destination]]
+    shared: frozenset[int]
 
-    def lower(self, step: Step) -> Any:
-        """Lowers a step's program."""
+    def lower(self, batch: Batch) -> Any:
+        """Lowers the program of a step, or of some equal ones."""
+        step = batch.steps[0]
         structs: list[jax.ShapeDtypeStruct] = []
         for ref, placement in zip(step.tail.inputs, step.placements, strict=True):
             aval = self.graph.aval(ref)
             if compat.is_key_array(aval) and ref in self.keys.values:
                 aval = jax.ShapeDtypeStruct(compat.key_data_shape(aval), np.uint32)
-            structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=placement))
+            shape = (_AT_ONCE, *aval.shape) if batch.at_once else aval.shape
+            structs.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=placement))
         manual_mesh = self.traced.mesh if isinstance(self.traced.mesh, Mesh) else self.mesh
+        function = _function_of(step.tail, self.graph, self.keys.values, manual_mesh)
         with compat.no_context_mesh():
-            function = _function_of(step.tail, self.graph, self.keys.values, manual_mesh)
+            if batch.at_once:
+                return jax.jit(_repeated(function), out_shardings=step.shardings * _AT_ONCE).lower(*structs)
             return jax.jit(function, out_shardings=step.shardings).lower(*structs)
 
-    def inputs_of(self, arrays: Sequence[Any]) -> dict[int, Any]:
-        """The values that a run starts from."""
-        return dict(zip(self.graph.inputs, arrays, strict=True)) | self.graph.consts
-
-    def distinct(self) -> dict[Hashable, Step]:
-        """One step for each distinct program."""
-        found: dict[Hashable, Step] = {}
-        for step in self.steps:
-            found.setdefault(step.key, step)
+    def distinct(self) -> dict[Hashable, Batch]:
+        """One batch for each distinct program."""
+        found: dict[Hashable, Batch] = {}
+        for batch in self.batches:
+            found.setdefault(batch.key, batch)
         return found
+
+
+def _repeated(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A program run for each row of its inputs, compiled once."""
+
+    def repeated(*inputs: Any) -> tuple[Any, ...]:
+        rows = jax.lax.map(lambda row: function(*row), inputs)
+        return tuple(result[n] for n in range(_AT_ONCE) for result in rows)
+
+    repeated.__name__ = repeated.__qualname__ = function.__name__
+    return repeated
+
+
+def _in_batches(steps: Sequence[Step], graph: Graph, small: Container[int], on_cpu: bool) -> list[Batch]:
+    """Equal steps together, where that's cheaper than running each by itself."""
+    equal: dict[Hashable, list[Step]] = collections.defaultdict(list)
+    for step in steps:
+        avals = [graph.avals[v] for v in step.tail.results]
+        plain = not any(compat.is_key_array(a) or a.weak_type for a in avals)
+        alone = any(op.eqn.effects or is_manual(op.eqn) for op in step.tail.ops)
+        given = step.tail.inputs and not any(isinstance(ref, int) and ref not in small for ref in step.tail.inputs)
+        together = on_cpu and plain and given and not alone and step.bytes_per_device(graph) * _AT_ONCE <= _SMALL_BYTES
+        equal[step.key if together else id(step)].append(step)
+    batches: dict[int, Batch] = {}
+    for same in equal.values():
+        at_once = len(same) > _AT_ONCE // 2
+        size = _AT_ONCE if at_once else 1
+        batches |= {id(same[i]): Batch(tuple(same[i : i + size]), at_once) for i in range(0, len(same), size)}
+    return [batches[id(step)] for step in steps if id(step) in batches]
 
 
 def make_recipe(
@@ -283,7 +328,9 @@ def make_recipe(
         sharded = sharded or any(_is_split(s, graph.aval(ref)) for s, ref in zip(at, tail.inputs, strict=True))
         inexact = sharded and (tail.reduces or (short and not whole))
         steps.append(Step(tail, shardings, at, (tail.key, shardings, at, settings), inexact))
-    return Recipe(graph, traced, destinations, mesh, refs, keys, steps, moves, wants)
+    shared = frozenset(ref for step in steps for ref in step.tail.inputs if isinstance(ref, int))
+    batches = _in_batches(steps, graph, keys.values, on_cpus(mesh if isinstance(mesh, Mesh) else None))
+    return Recipe(graph, traced, destinations, mesh, refs, keys, batches, moves, wants, shared)
 
 
 def _settings() -> Hashable:
@@ -321,9 +368,9 @@ def submit(lowered: Mapping[Hashable, Any]) -> dict[Hashable, Compilation]:
 def compile_programs(recipe: Recipe) -> dict[Hashable, Compilation]:
     """Starts the compilation of each distinct program that isn't compiled yet."""
     found: dict[Hashable, Compilation] = {}
-    for key, step in recipe.distinct().items():
+    for key, batch in recipe.distinct().items():
         compilation = _compilations.get(key)
-        found[key] = compilation or _compilations.put(key, submit({key: recipe.lower(step)})[key])
+        found[key] = compilation or _compilations.put(key, submit({key: recipe.lower(batch)})[key])
     return found
 
 
@@ -342,88 +389,89 @@ def finish(compilations: Mapping[Hashable, Compilation]) -> dict[Hashable, Any]:
 class Run:
     """One execution of a recipe. Keys are computed at once, while programs may still be compiling."""
 
-    def __init__(self, recipe: Recipe, inputs: dict[int, Any]):
+    def __init__(self, recipe: Recipe, arrays: Sequence[Any]):
+        self._recipe = recipe
+        self._inputs: dict[int, Any] = dict(zip(recipe.graph.inputs, arrays, strict=True)) | recipe.graph.consts
         started = time.perf_counter()
         with compat.count_compiles() as compiles:
-            self._small = recipe.keys.run(inputs)
+            self._small = recipe.keys.run(self._inputs)
         self.keys_seconds = time.perf_counter() - started if compiles[0] else 0.0
-        self._recipe = recipe
-        self._inputs = inputs
-        self._values = dict(inputs)
-        self._moved: dict[Any, Any] = {}
 
     def leaves(self, programs: Mapping[Hashable, Callable[..., Any]]) -> list[Any]:
-        """Runs the programs and returns the output leaves."""
-        recipe, small = self._recipe, self._small
-        self._values.update(move({v: (self._inputs[v], s) for v, s in recipe.moves.items()}))
-        for step in recipe.steps:
-            inputs = [
-                self._values[ref] if isinstance(ref, int) and ref not in small else _value(small, ref)
-                for ref in step.tail.inputs
-            ]
-            self._values.update(zip(step.tail.results, programs[step.key](*inputs), strict=True))
-            self._move_out(step.tail.results)
-        return self._deliver()
+        """Runs the programs and returns the output leaves. Each result is moved at once if it's wanted elsewhere."""
+        recipe = self._recipe
+        values = {v: x for v, x in self._inputs.items() if v not in self._small}
+        values |= move({v: (values[v], s) for v, s in recipe.moves.items() if v in values})
+        there: dict[Any, Any] = {}
+        for batch in recipe.batches:
+            made = programs[batch.key](*self._inputs_of(batch, values))
+            owners = [value for step in batch.steps for value in step.tail.results]
+            # A batch that isn't full computes some results that nothing needs.
+            for value, x in zip(owners, made, strict=False):
+                if value in recipe.shared:
+                    values[value] = x
+                for want in recipe.wants.get(value, ()):
+                    is_there = want is None or x.sharding == want
+                    there[value, want] = x if is_there else move({value: (x, want)})[value]
+        return self._deliver(there)
 
-    def _move_out(self, results: Sequence[int]) -> None:
-        """Moves results that are wanted elsewhere, such as in host memory, so that they don't accumulate here."""
-        for value in results:
-            wants = self._recipe.wants.get(value, ())
-            for want in wants:
-                if want is not None and self._values[value].sharding != want:
-                    self._moved[value, want] = move({value: (self._values[value], want)})[value]
-            if wants and all((value, want) in self._moved for want in wants) and not _is_shared(self._recipe, value):
-                del self._values[value]
-
-    def _deliver(self) -> list[Any]:
-        """The output leaves, with one batch of moves for those not in place. Tied leaves stay one array."""
+    def _deliver(self, there: dict[Any, Any]) -> list[Any]:
+        """The output leaves, with one batch of moves for those that no program computed. Tied leaves stay one array."""
         recipe, to = self._recipe, self._recipe.destinations
         pending: dict[Any, tuple[Any, Any]] = {}
-        paths: list[str] = []
         keys: list[Any] = []
+        paths: list[str] = []
         for i, (ref, want) in enumerate(zip(recipe.refs, to.places, strict=True)):
-            static = recipe.traced.statics[i]
+            x: Any = recipe.traced.statics[i]
             passed = ref is None or (isinstance(ref, int) and ref in self._inputs)
             if passed and not to.planned[i]:
                 want = to.kinds[i]
-            source = ("static", id(static)) if ref is None else ref if isinstance(ref, int) else ("literal", i)
-            key = source, want
+            key = ("static", id(x)) if ref is None else ref if isinstance(ref, int) else ("literal", i), want
             keys.append(key)
-            if key in self._moved or key in pending:
+            if key in there or key in pending:
                 continue
-            x = static if ref is None else self._output(ref)
-            if want is None or (not passed and isinstance(x, jax.Array) and x.committed and x.sharding == want):
-                self._moved[key] = x
+            if ref is not None:
+                x = self._inputs[ref] if isinstance(ref, int) and passed else self._array(ref)
+            if want is None:
+                there[key] = x
             else:
-                pending[key] = (x, want)
+                pending[key] = x, want
                 paths.append(to.paths[i])
-        self._moved |= move(pending, paths)
-        return [self._moved[key] for key in keys]
+        there |= move(pending, paths)
+        return [there[key] for key in keys]
 
-    def _output(self, ref: Ref) -> Any:
-        if isinstance(ref, int) and ref in self._inputs:
-            return self._inputs[ref]
-        if isinstance(ref, int) and ref in self._values:
-            return self._values[ref]
+    def _inputs_of(self, batch: Batch, values: Mapping[int, Any]) -> list[Any]:
+        if not batch.at_once:
+            refs = batch.steps[0].tail.inputs
+            return [values[ref] if isinstance(ref, int) and ref in values else self._data(ref) for ref in refs]
+        full = (*batch.steps, *batch.steps[-1:] * (_AT_ONCE - len(batch.steps)))
+        rows = [[self._data(ref) for ref in step.tail.inputs] for step in full]
+        return [np.stack(column) for column in zip(*rows, strict=True)]
+
+    def _data(self, ref: Ref) -> np.ndarray:
+        """A literal, a small integer or the data of a key."""
+        return literal_data(ref) if isinstance(ref, Literal) else self._small[ref]
+
+    def _array(self, ref: Ref) -> Any:
         aval = self._recipe.graph.aval(ref)
         with compat.no_context_mesh():
-            x = _value(self._small, ref)
             if compat.is_key_array(aval):
-                return jax.random.wrap_key_data(jnp.asarray(x), impl=compat.key_impl(aval))
-            return _typed(jnp.asarray(x, aval.dtype), aval)
+                return jax.random.wrap_key_data(jnp.asarray(self._data(ref)), impl=compat.key_impl(aval))
+            return _typed(jnp.asarray(self._data(ref), aval.dtype), aval)
 
     def reports(self, compilations: Mapping[Hashable, Compilation], fresh: set[Hashable]) -> tuple[ProgramReport, ...]:
         """One report for each distinct program; ``fresh`` are the keys of those compiled for this call."""
         recipe = self._recipe
-        calls = collections.Counter(step.key for step in recipe.steps)
+        calls = collections.Counter(batch.key for batch in recipe.batches for _ in batch.steps)
         loops = recipe.keys.loops
         out = [ProgramReport("init_keys", loops, self.keys_seconds, 0, 0, False)] if loops else []
-        for key, step in recipe.distinct().items():
+        for key, batch in recipe.distinct().items():
+            step = batch.steps[0]
             compiled, seconds = compilations[key].result()
-            seconds = seconds if key in fresh else 0.0
-            size = step.bytes_per_device(recipe.graph)
-            temporary = temporary_bytes(compiled)
-            out.append(ProgramReport(step.tail.name, calls[key], seconds, size, temporary, step.inexact))
+            sizes = step.bytes_per_device(recipe.graph), temporary_bytes(compiled)
+            out.append(
+                ProgramReport(step.tail.name, calls[key], seconds if key in fresh else 0.0, *sizes, step.inexact)
+            )
         return tuple(out)
 
 
@@ -431,14 +479,6 @@ def temporary_bytes(compiled: Any) -> int:
     """Bytes that a program allocates on each device beside its inputs and results."""
     analysis = compiled.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
-
-
-def _is_shared(recipe: Recipe, value: int) -> bool:
-    return any(value in step.tail.inputs for step in recipe.steps)
-
-
-def _value(small: Mapping[int, np.ndarray], ref: Ref) -> np.ndarray:
-    return np.asarray(ref.val, ref.aval.dtype) if isinstance(ref, Literal) else small[ref]
 
 
 def move(work: Mapping[Any, tuple[Any, Any]], paths: Sequence[str] | None = None) -> dict[Any, Any]:

@@ -7,10 +7,12 @@ computed by one program; an expensive small value (a mean) is computed by a prog
 
 import collections
 import dataclasses
+import functools
 import math
+import operator
 import weakref
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +28,6 @@ from namedshard import _jaxcompat as compat
 
 SMALL_SIZE = 128
 """Values up to this number of elements are small."""
-
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
-"""Operations that only run a jaxpr, and the parameter that holds it. The others are rules of differentiation."""
 
 PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "device_put"})
 """Operations that change where values are, never the values: where results go is decided by the plan alone."""
@@ -121,9 +110,9 @@ def values_of(refs: Iterable[Ref]) -> Iterator[int]:
     return (ref for ref in refs if not isinstance(ref, Literal))
 
 
-def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """What an operation runs, if that's all it does."""
-    return eqn.params.get(_CALLS[eqn.primitive.name]) if eqn.primitive.name in _CALLS else None
+def literal_data(literal: Any) -> np.ndarray:
+    """A literal's value, in the dtype that it has in the jaxpr."""
+    return np.asarray(literal.val, literal.aval.dtype)
 
 
 def flatten(closed: ClosedJaxpr) -> Graph:
@@ -149,7 +138,7 @@ def flatten(closed: ClosedJaxpr) -> Graph:
 
         for eqn in jaxpr.eqns:
             arguments = [read(v) for v in eqn.invars]
-            body = called(eqn)
+            body = compat.called(eqn)
             inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
             if eqn.primitive.name in PLACING:
                 results: Sequence[Ref] = arguments
@@ -175,14 +164,6 @@ def flatten(closed: ClosedJaxpr) -> Graph:
 
 # --- what operations are like -----------------------------------------------------------------------------------------
 
-T = TypeVar("T")
-
-
-def _remembered(seen: "weakref.WeakKeyDictionary[Jaxpr, T]", jaxpr: Jaxpr, found: T) -> T:
-    seen[jaxpr] = found
-    return found
-
-
 _placed: "weakref.WeakKeyDictionary[Jaxpr, frozenset[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -201,7 +182,7 @@ def placed_by(jaxpr: Jaxpr) -> frozenset[str]:
         elif eqn.primitive.name in PLACING:
             kinds.add("memory")
         kinds = kinds.union(*map(placed_by, compat.inner_jaxprs(eqn.params)))
-    return _remembered(_placed, jaxpr, frozenset(kinds))
+    return _placed.setdefault(jaxpr, frozenset(kinds))
 
 
 def _moves_to_memory(eqn: JaxprEqn) -> bool:
@@ -224,7 +205,7 @@ _contents: "weakref.WeakKeyDictionary[Jaxpr, tuple[frozenset[tuple[str, bool]], 
 
 def contents_of(eqn: JaxprEqn) -> tuple[frozenset[tuple[str, bool]], int]:
     """The operations that an equation runs, each by its name and whether it has floating values; the largest size."""
-    body = called(eqn)
+    body = compat.called(eqn)
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     names = set[tuple[str, bool]]() if body is not None else {(eqn.primitive.name, any(map(is_float, avals)))}
     size = max((math.prod(getattr(aval, "shape", ())) for aval in avals), default=0)
@@ -233,7 +214,7 @@ def contents_of(eqn: JaxprEqn) -> tuple[frozenset[tuple[str, bool]], int]:
         if found is None:
             inner = list(map(contents_of, jaxpr.eqns))
             union = frozenset[tuple[str, bool]]().union(*(n for n, _ in inner))
-            found = _remembered(_contents, jaxpr, (union, max((s for _, s in inner), default=0)))
+            found = _contents.setdefault(jaxpr, (union, max((s for _, s in inner), default=0)))
         names |= found[0]
         size = max(size, found[1])
     return frozenset(names), size
@@ -244,61 +225,61 @@ def _is_expensive(op: Op) -> bool:
     return size > SMALL_SIZE and any(name not in _CHEAP for name, _ in names)
 
 
-def _is_small(aval: Any) -> bool:
-    return math.prod(aval.shape) <= SMALL_SIZE
-
-
 # --- which leaves one program computes --------------------------------------------------------------------------------
 
 
-def split(graph: Graph, small: frozenset[int], wanted: Sequence[int]) -> list[tuple[list[Op], list[int]]]:
-    """The operations and results of each program, in an order in which they can run.
+Program: TypeAlias = tuple[list[Op], list[int]]
+"""Operations, and the values among theirs that are results."""
 
-    Args:
-        graph: The traced function.
-        small: Values that are computed elsewhere and given to the programs.
-        wanted: The values of leaves.
+
+def split(graph: Graph, small: frozenset[int], wanted: Iterable[int]) -> list[Program]:
+    """The programs that compute the wanted values, in an order in which they can run.
+
+    ``small``: values that are computed elsewhere and given to the programs.
     """
     ops = [op for op in graph.ops if op.eqn.effects or not small.issuperset(op.outputs)]
     results = list(dict.fromkeys(v for v in wanted if v not in small))
     if any(op.eqn.effects for op in ops):
         return [(ops, results)]
-    # Which results each value leads to, as bits. Reading backwards, all that use a value come before it.
+    expensive = [_is_expensive(op) for op in ops]
+    masks = _results_of_ops(graph, ops, expensive, results)
+    groups: list[int] = []
+    for mask, costs in zip(masks, expensive, strict=True):
+        if costs and mask.bit_count() > 1:
+            apart = [group for group in groups if not group & mask]
+            groups = [*apart, functools.reduce(operator.or_, (g for g in groups if g & mask), mask)]
+    grouped = functools.reduce(operator.or_, groups, 0)
+    groups += [1 << n for n in range(len(results)) if not grouped >> n & 1]
+    group_of = {n: i for i, group in enumerate(groups) for n in _positions(group)}
+    programs: list[Program] = [([], []) for _ in groups]
+    for n, value in enumerate(results):
+        programs[group_of[n]][1].append(value)
+    for op, mask in zip(ops, masks, strict=True):
+        for i in dict.fromkeys(group_of[n] for n in _positions(mask)):
+            programs[i][0].append(op)
+    return _in_order(programs)
+
+
+def _results_of_ops(graph: Graph, ops: Sequence[Op], expensive: Sequence[bool], results: list[int]) -> list[int]:
+    """The results that each operation leads to, as bits by their positions.
+
+    Adds the small values that are expensive and lead to several results to the results: what needs them leads no
+    further back than to them.
+    """
     position = {value: n for n, value in enumerate(results)}
     bits = collections.defaultdict(int, {value: 1 << n for value, n in position.items()})
-    parents = list(range(len(results)))
-
-    def group_of(n: int) -> int:
-        while parents[n] != n:
-            parents[n] = n = parents[parents[n]]
-        return n
-
-    of_op: list[tuple[Op, int]] = []
-    for op in reversed(ops):
-        mask = 0
-        expensive = _is_expensive(op)
-        for value in op.outputs:
-            if expensive and _is_small(graph.avals[value]) and bits[value].bit_count() > 1:
+    masks: list[int] = []
+    for op, costs in zip(reversed(ops), reversed(expensive), strict=True):
+        for value in op.outputs if costs else ():
+            if bits[value].bit_count() > 1 and math.prod(graph.avals[value].shape) <= SMALL_SIZE:
                 if value not in position:
                     position[value] = len(results)
                     results.append(value)
-                    parents.append(len(parents))
                 bits[value] = 1 << position[value]
-            mask |= bits[value]
-        of_op.append((op, mask))
-        if expensive:
-            first, *rest = map(group_of, _positions(mask))
-            for other in rest:
-                parents[group_of(other)] = group_of(first)
+        masks.append(functools.reduce(operator.or_, (bits[value] for value in op.outputs)))
         for value in values_of(op.inputs):
-            bits[value] |= mask
-    groups: dict[int, tuple[list[Op], list[int]]] = {group_of(n): ([], []) for n in range(len(results))}
-    for n, value in enumerate(results):
-        groups[group_of(n)][1].append(value)
-    for op, mask in reversed(of_op):
-        for group in dict.fromkeys(map(group_of, _positions(mask))):
-            groups[group][0].append(op)
-    return _in_order(list(groups.values()))
+            bits[value] |= masks[-1]
+    return masks[::-1]
 
 
 def _positions(mask: int) -> Iterator[int]:
@@ -308,22 +289,23 @@ def _positions(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _in_order(programs: list[tuple[list[Op], list[int]]]) -> list[tuple[list[Op], list[int]]]:
+def _in_order(programs: list[Program]) -> list[Program]:
     made_by = {value: n for n, (_, results) in enumerate(programs) for value in results}
-    needs = [
-        {made_by[v] for op in ops for v in values_of(op.inputs) if v in made_by} - {n}
+    needs = {
+        n: {made_by[v] for op in ops for v in values_of(op.inputs) if v in made_by} - {n}
         for n, (ops, _) in enumerate(programs)
-    ]
-    order: dict[int, None] = {}
-    while len(order) < len(programs):
-        ready = [n for n in range(len(programs)) if n not in order and needs[n] <= order.keys()]
+    }
+    order: list[int] = []
+    while needs:
+        ready = [n for n, needed in needs.items() if needed.isdisjoint(needs)]
         if not ready:
-            # Programs that need each other's small values. One program has them all.
-            rest = [n for n in range(len(programs)) if n not in order]
-            merged = dict.fromkeys(op for n in rest for op in programs[n][0])
-            made = [v for n in rest for v in programs[n][1]]
-            return [*(programs[n] for n in order), (sorted(merged, key=lambda op: op.outputs), made)]
-        order.update(dict.fromkeys(ready))
+            # Programs that need each other's small values. One program computes them all.
+            merged = {id(op): op for n in needs for op in programs[n][0]}
+            results = [v for n in needs for v in programs[n][1]]
+            return [*(programs[n] for n in order), (sorted(merged.values(), key=lambda op: op.outputs), results)]
+        order += ready
+        for n in ready:
+            del needs[n]
     return [programs[n] for n in order]
 
 
@@ -356,12 +338,11 @@ class Tail:
 def _is_input(op: Op, literal: Literal, computing: int) -> bool:
     """Whether a literal is an input of a program, so that leaves with other scales or constants share the program.
 
-    The results are the same bits, unless a compiler that knows the number removes the operation, and then computes
-    those around it as one. ``computing``: how many of the program's operations do more than move values.
+    Only where the results are the same bits: a compiler that knows several numbers computes with their product or sum.
+    ``computing``: how many of the program's operations do more than move values.
     """
-    if literal.aval.shape or computing == 0:
-        return not literal.aval.shape and op.name == "broadcast_in_dim"
-    return op.name in ("mul", "add", "sub") and (computing == 1 or abs(literal.val) not in (0, 1))
+    names = ("broadcast_in_dim",) if computing == 0 else ("mul", "add", "sub")
+    return computing <= 1 and op.name in names and literal_data(literal).shape == ()
 
 
 def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Sequence[int]) -> Tail:
@@ -371,7 +352,7 @@ def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Seq
     made: dict[int, int] = {}
     lines: list[Hashable] = []
     own: list[Op] = []
-    computing = sum(op.name not in _MOVING and op.name not in _CALLS for op in ops)
+    computing = sum(op.name not in _MOVING and op.name not in compat.PLAIN_CALLS for op in ops)
 
     def read(op: Op, ref: Ref) -> tuple[Hashable, Ref]:
         if isinstance(ref, Literal) and not _is_input(op, ref, computing):
@@ -440,12 +421,12 @@ def _freeze_jaxpr(jaxpr: Jaxpr) -> Hashable:
 
     heads = types((*jaxpr.constvars, *jaxpr.invars))
     lines = tuple((freeze_op(e), tuple(map(read, e.invars)), types(e.outvars)) for e in jaxpr.eqns)
-    return _remembered(_frozen, jaxpr, (heads, lines, tuple(map(read, jaxpr.outvars))))
+    return _frozen.setdefault(jaxpr, (heads, lines, tuple(map(read, jaxpr.outvars))))
 
 
 def freeze_op(eqn: JaxprEqn) -> Hashable:
     """A hashable stand-in for an operation with its parameters; equal ones do the same to equal inputs."""
-    body = called(eqn)
+    body = compat.called(eqn)
     params: Mapping[str, Any] = eqn.params if body is None else {"": body, "name": eqn.params.get("name")}
     return eqn.primitive, compat.equation_options(eqn), _freeze(params)
 

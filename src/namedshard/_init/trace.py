@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError
+from namedshard._errors import deleted_arrays
 from namedshard._init.tails import array_type, placed_by
 from namedshard._jit.signature import held_values, number_types, static_key
 from namedshard._plan.leaves import named_leaves, path_string
@@ -98,13 +98,7 @@ class Request:
         gone = [i for i in self.dynamic if isinstance(x := self.leaves[i], compat.ArrayImpl) and x.is_deleted()]
         if gone:
             paths = self.paths()
-            total = len(self.dynamic)
-            raise DeletedArrayError(
-                f"init: {len(gone)} of {total} {'argument' if total == 1 else 'arguments'} cannot be read:"
-                " the array was donated or deleted",
-                [_argument_path(paths[i]) for i in gone],
-                fix="pass an array that is still alive",
-            )
+            raise deleted_arrays("init", [_argument_path(paths[i]) for i in gone], len(self.dynamic))
 
     def key(self, forget: Callable[[Any], None]) -> Hashable:
         """What tracing depends on. Functions count by identity and aren't kept alive by the key.
@@ -183,7 +177,8 @@ def _auto_context() -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(auto) if isinstance(auto, Mesh) else jax.sharding.use_abstract_mesh(auto)
 
 
-def _struct_of(x: Any, mesh: MeshLike | None) -> jax.ShapeDtypeStruct:
+def struct_of(x: Any, mesh: MeshLike | None = None) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an array or an aval, and its sharding if that's over this mesh."""
     sharding = getattr(x, "sharding", None) if mesh is not None else None
     on_it = isinstance(sharding, NamedSharding) and sharding.mesh.axis_types and sharding.mesh == mesh
     weak = bool(getattr(x, "weak_type", False))
@@ -205,7 +200,7 @@ def _jaxpr_of(request: Request, typed_for: MeshLike | None = None) -> tuple[Clos
         found[:] = treedef, [_TRACED if isinstance(x, Tracer) else x for x in leaves]
         return [x for x in leaves if isinstance(x, Tracer)]
 
-    closed = jax.make_jaxpr(flat)(*(_struct_of(x, typed_for) for x in request.arrays))
+    closed = jax.make_jaxpr(flat)(*(struct_of(x, typed_for) for x in request.arrays))
     return closed, *found
 
 
@@ -232,7 +227,7 @@ def trace(request: Request) -> Traced:
         aval = None if slot is None else closed.out_avals[slot]
         out.statics.append(None if slot is not None else leaf)
         out.slots.append(slot)
-        out.structs.append(leaf if aval is None else _struct_of(aval, None))
+        out.structs.append(leaf if aval is None else struct_of(aval))
         out.on_host.append(compat.space_of_type(aval) == compat.space_of_kind("pinned_host"))
         out.specs.append(None if slot is None or typed is None else _spec_of(typed[0].out_avals[slot]))
     return out

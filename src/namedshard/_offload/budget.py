@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import Sharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._place.moves import change_memory
+from namedshard._place.local import change_memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

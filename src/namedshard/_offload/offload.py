@@ -12,10 +12,10 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError, MemoryKindError, OffloadError, at, count_of
+from namedshard._errors import MemoryKindError, OffloadError, count_of, deleted_arrays
 from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
-from namedshard._place.moves import change_memory, check_narrowing
+from namedshard._place.local import change_memory, check_narrowing
 from namedshard._place.route import placement_of
 from namedshard._place.shard import check_memory_of
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
@@ -117,18 +117,13 @@ def _a_device(leaves: Sequence[Leaf]) -> Device:
 def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
     values = {leaves[i].path: leaves[i].value for i in chosen}
     arrays = {path: x for path, x in values.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
-    if gone := [at(path) for path, x in arrays.items() if x.is_deleted()]:
-        raise DeletedArrayError(
-            f"{count_of(len(gone), len(leaves))} cannot be moved: the array was donated or deleted",
-            gone,
-            fix="keep the result of the call that the array was donated to, and use that",
-        )
+    if gone := [path for path, x in arrays.items() if x.is_deleted()]:
+        raise deleted_arrays("offload", gone, len(leaves))
 
 
 def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> list[Any]:
     _check_deleted(leaves, chosen)
-    on_host = [leaves[i] for i in chosen if not isinstance(leaves[i].value, jax.Array | jax.ShapeDtypeStruct)]
-    check_narrowing(on_host, len(leaves))
+    check_narrowing(((leaves[i].path, leaves[i].value) for i in chosen), len(leaves))
     values = [leaf.value for leaf in leaves]
     for i, moved in zip(chosen, change_memory([values[i] for i in chosen], memory_kind), strict=True):
         values[i] = moved

@@ -1,77 +1,65 @@
-"""PURE. Boxes of arrays: what part of which piece makes up another piece."""
+"""PURE. Boxes of arrays: which part of which shard makes up another shard."""
 
-import dataclasses
 import functools
 import math
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
-from namedshard._types import Bounds as Bounds
-from namedshard._types import Device
+from namedshard._types import Bounds, Device
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Host memory aligned so that a CPU device takes it over instead of copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
-    start = -raw.__array_interface__["data"][0] % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, raw, -raw.__array_interface__["data"][0] % 64)
 
 
 def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     """Start and stop of each dimension."""
-    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+    # Lists, here and below, since tuples of generators take twice as long, and moves of small arrays count it.
+    return tuple([s.indices(n)[:2] for s, n in zip(index, shape, strict=True)])
 
 
-Cut: TypeAlias = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""The same part of an array, as slices of one box that holds it and of another."""
+def whole(shape: Iterable[int]) -> Bounds:
+    """The box that is all of an array."""
+    return tuple((0, n) for n in shape)
 
 
-def cut(at: Bounds, source_at: Bounds) -> Cut | None:
-    """What two boxes of one array share, in each one's own coordinates; None if nothing."""
-    overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, source_at, strict=True)]
-    if not all(lo < hi for lo, hi in overlap):
-        return None
-    into = tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(overlap, at, strict=True))
-    return into, tuple(slice(lo - c, hi - c) for (lo, hi), (c, _) in zip(overlap, source_at, strict=True))
+def shape_of(box: Bounds) -> tuple[int, ...]:
+    """The size of a box along each dimension."""
+    return tuple([hi - lo for lo, hi in box])
 
 
-def copy_overlap(target: np.ndarray, at: Bounds, source: np.ndarray, source_at: Bounds) -> None:
-    """Copy what two boxes of one array share from one box to the other."""
-    if (both := cut(at, source_at)) is not None:
-        target[both[0]] = source[both[1]]
+def volume(box: Bounds) -> int:
+    """Number of elements of a box."""
+    return math.prod(hi - lo for lo, hi in box)
 
 
-RawBounds: TypeAlias = tuple[tuple[int | None, int | None], ...]
+def overlap(a: Bounds, b: Bounds) -> Bounds | None:
+    """What two boxes share, or None."""
+    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return out if all(lo < hi for lo, hi in out) else None
 
 
-def raw_bounds(index: tuple[slice, ...]) -> RawBounds:
-    """An index as JAX gives it, as a key: slices cannot be one before Python 3.12."""
-    return tuple([(s.start, s.stop) for s in index])
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Piece:
-    """One distinct shard of a wanted array: its number and shape, and the parts of sources that it is copied from."""
-
-    number: int
-    shape: tuple[int, ...]
-    cuts: list[tuple[int, Cut]]
+def local_slices(box: Bounds, within: Bounds) -> tuple[slice, ...]:
+    """A box as an index into an array that holds the box ``within``."""
+    return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, within, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def recipe(shape: tuple[int, ...], sources: tuple[Bounds, ...], want: NamedSharding) -> dict[RawBounds, Piece]:
-    """Every piece of a wanted array, by the index that JAX asks for it with."""
-    made: dict[RawBounds, Piece] = {}
-    for index in want.addressable_devices_indices_map(shape).values():
-        key = raw_bounds(index or ())
-        if key not in made:
-            at = bounds_of(index or (), shape)
-            cuts = [(i, both) for i, source in enumerate(sources) if (both := cut(at, source)) is not None]
-            made[key] = Piece(len(made), tuple(b - a for a, b in at), cuts)
-    return made
+def shard_sources(
+    shape: tuple[int, ...], sources: tuple[Bounds, ...], want: Sharding
+) -> dict[Bounds, list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]]:
+    """For each box that this process's devices want: (source number, slices of the box, slices of the source)."""
+    found: dict[Bounds, list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]] = {}
+    for box in distinct_shards(shape, want):
+        shared = ((i, source, overlap(box, source)) for i, source in enumerate(sources))
+        found[box] = [(i, local_slices(s, box), local_slices(s, source)) for i, source, s in shared if s is not None]
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 Pieces are the overlaps of source shards and target shards, so nothing moves that need not. All that one device sends
 to another is a stream of bytes; streams advance together, a slot of a fixed number of bytes at a time. A round is a
 partial permutation of the devices, in which each sends at most one slot and receives at most one (a greedy edge
-colouring of the bipartite graph of senders and receivers).
+coloring of the bipartite graph of senders and receivers).
 """
 
 import bisect
@@ -11,13 +11,13 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jax.sharding import Sharding
 
-from namedshard._place.boxes import Bounds, bounds_of
+from namedshard._place.boxes import bounds_of, overlap, volume, whole
+from namedshard._types import Bounds
 
 ALIGNMENT = 16
 SMALLEST_SLOT = 1 << 12
@@ -69,11 +69,6 @@ def whole_on(devices: tuple[Device, ...], shape: tuple[int, ...]) -> Layout:
     return layout(dict.fromkeys(devices, whole(shape)), len(shape))
 
 
-def whole(shape: tuple[int, ...]) -> Bounds:
-    """The box that is all of an array."""
-    return tuple((0, n) for n in shape)
-
-
 def layout(boxes: Mapping[Device, Bounds], ndim: int) -> Layout:
     """The layout of given boxes, which must form a grid."""
     holders: dict[Bounds, list[Device]] = collections.defaultdict(list)
@@ -84,19 +79,13 @@ def layout(boxes: Mapping[Device, Bounds], ndim: int) -> Layout:
     return Layout({box: tuple(devices) for box, devices in holders.items()}, cuts, copies)
 
 
-def _overlaps(source: Layout, box: Bounds) -> Iterator[tuple[Bounds, Bounds]]:
+def _shards_in(source: Layout, box: Bounds) -> Iterator[tuple[Bounds, Bounds]]:
     """(source box, overlap) for each source shard that has part of a box."""
-    per_dim = [
-        [((lo, hi), (max(lo, a), min(hi, b))) for lo, hi in cuts if lo < b and hi > a]
-        for cuts, (a, b) in zip(source.cuts, box, strict=True)
-    ]
-    for combination in itertools.product(*per_dim):
-        yield tuple(c[0] for c in combination), tuple(c[1] for c in combination)
-
-
-def elements(box: Bounds) -> int:
-    """Number of elements in a box."""
-    return math.prod(b - a for a, b in box)
+    # The boxes form a grid, so that only those that meet the box are looked at.
+    per_dim = [[c for c in cuts if overlap((c,), (d,))] for cuts, d in zip(source.cuts, box, strict=True)]
+    for source_box in itertools.product(*per_dim):
+        if (shared := overlap(source_box, box)) is not None:
+            yield source_box, shared
 
 
 def pieces_between(source: Layout, target: Layout, turn: int = 0) -> Iterator[Piece]:
@@ -110,13 +99,13 @@ def pieces_between(source: Layout, target: Layout, turn: int = 0) -> Iterator[Pi
         for device in devices:
             receivers.setdefault(device.process_index, device)
         for process, receiver in receivers.items():
-            for source_box, overlap in _overlaps(source, box):
+            for source_box, shared in _shards_in(source, box):
                 holders = source.holders[source_box]
                 sender = next((d for d in holders if d.process_index == process), None)
                 if sender is None:
                     sender = holders[asked[source_box] % len(holders)]
                     asked[source_box] += 1
-                yield Piece(overlap, sender, source_box, receiver, box)
+                yield Piece(shared, sender, source_box, receiver, box)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +117,7 @@ class _Between:
 
 
 def _padded(box: Bounds, itemsize: int) -> int:
-    return -(-elements(box) * itemsize // ALIGNMENT) * ALIGNMENT
+    return -(-volume(box) * itemsize // ALIGNMENT) * ALIGNMENT
 
 
 # A model has many arrays and few ways in which they move.
@@ -177,7 +166,7 @@ class Stream:
             if at >= stop:
                 return
             first = max(0, start - at) // itemsize
-            last = min(elements(piece.box), (stop - at) // itemsize)
+            last = min(volume(piece.box), (stop - at) // itemsize)
             for begin, box in flat_range(piece.box, first, last):
                 yield Fragment(leaf, piece, box, at + begin * itemsize - start)
 
@@ -190,7 +179,7 @@ def flat_range(box: Bounds, first: int, last: int) -> Iterator[tuple[int, Bounds
         yield 0, ()
         return
     (low, _), rest = box[0], box[1:]
-    row = elements(rest)
+    row = volume(rest)
     top, bottom = -(-first // row), last // row
     if top > bottom:  # within one row
         yield from _in_row(low, rest, bottom, first - bottom * row, last - bottom * row)
@@ -205,7 +194,7 @@ def flat_range(box: Bounds, first: int, last: int) -> Iterator[tuple[int, Bounds
 
 def _in_row(low: int, rest: Bounds, index: int, first: int, last: int) -> Iterator[tuple[int, Bounds]]:
     for begin, box in flat_range(rest, first, last):
-        yield index * elements(rest) + begin, ((low + index, low + index + 1), *box)
+        yield index * volume(rest) + begin, ((low + index, low + index + 1), *box)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -296,7 +285,7 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
     while active := sorted((pair for pair, size in sizes.items() if size > start), key=lambda p: (-sizes[p], p)):
         left = [sizes[pair] - start for pair in active]
         length = left[0] if len(left) * left[0] <= 1.25 * sum(left) else left[len(left) // 2]
-        rounds = _colour(active)
+        rounds = _color_edges(active)
         most = max(SMALLEST_SLOT, budget // (_SHARES * len(rounds)) // ALIGNMENT * ALIGNMENT)
         slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(-(-length // -(-length // most)))))
         steps = -(-length // slot_bytes)
@@ -305,7 +294,7 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _colour(pairs: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
+def _color_edges(pairs: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
     rounds: list[list[Pair]] = []
     sending: dict[int, int] = collections.defaultdict(int)
     receiving: dict[int, int] = collections.defaultdict(int)
@@ -325,8 +314,3 @@ def _rounded(size: int) -> int:
     """Up to one of eight steps between powers of two: few different programs, at most an eighth of padding."""
     unit = max(ALIGNMENT, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // unit) * unit
-
-
-def local_box(box: Bounds, within: Bounds) -> tuple[slice, ...]:
-    """A box of the array as an index into a shard that has it."""
-    return tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, within, strict=True))

@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import DeletedArrayError, TracedMoveError, count_of
+from namedshard._errors import TracedMoveError, count_of, deleted_arrays
 from namedshard._place import exchange as ex
 from namedshard._place import transfer as collective
+from namedshard._place.boxes import whole
 from namedshard._plan.leaves import Leaf, named_leaves
 from namedshard._processes.agreement import LeafDescription, agree, describe_leaf
 from namedshard._processes.coordination import guard_exchange
@@ -53,15 +54,10 @@ def _check(what: str, leaves: Sequence[Leaf], process: int | None) -> None:
         )
 
 
-def _refuse_deleted(what: str, leaves: Sequence[Leaf]) -> None:
+def _check_deleted(what: str, leaves: Sequence[Leaf]) -> None:
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
-    gone = [leaf.path for leaf in arrays if leaf.value.is_deleted()]
-    if gone:
-        raise DeletedArrayError(
-            f"{what}: {count_of(len(gone), len(arrays))} donated or deleted",
-            gone,
-            fix="keep the result of the call that the array was donated to",
-        )
+    if gone := [leaf.path for leaf in arrays if leaf.value.is_deleted()]:
+        raise deleted_arrays(what, gone, len(arrays))
 
 
 def _describe(leaf: Leaf, process: int | None) -> LeafDescription:
@@ -85,14 +81,14 @@ def _fill(
     arrays: Sequence[jax.Array], receivers: Sequence[tuple[Device, ...]], out: Sequence[Any], budget: int
 ) -> None:
     targets = [ex.whole_on(devices, x.shape) for x, devices in zip(arrays, receivers, strict=True)]
-    buffers = {(i, ex.whole(x.shape)): o for i, (x, o) in enumerate(zip(arrays, out, strict=True)) if o is not None}
+    buffers = [{} if o is None else {whole(x.shape): o} for x, o in zip(arrays, out, strict=True)]
     collective.exchange(arrays, targets, buffers, budget)
 
 
 def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str) -> list[np.ndarray | None]:
     """The values of array leaves, on the keeping processes."""
     # Found within the exchange, it would break off for good.
-    _refuse_deleted(what, leaves)
+    _check_deleted(what, leaves)
     keep = process is None or process == jax.process_index()
     with compat.no_context_mesh():
         # Before the others wait: there may be too little memory.
@@ -187,7 +183,7 @@ def iter_to_host(
     size = parse_bytes(budget)
     leaves = [leaf for leaf in named_leaves(tree) if isinstance(leaf.value, jax.Array | np.ndarray)]
     _check("iter_to_host", leaves, process)
-    _refuse_deleted("iter_to_host", leaves)
+    _check_deleted("iter_to_host", leaves)
     return _stream(leaves, process, size)
 
 

@@ -1,6 +1,6 @@
 """PURE. Which way an array takes from where it is to where it is wanted.
 
-The table is in ``docs/routes.md``; `_place` carries it out.
+The table is in ``docs/routes.md``; `local`, `traced` and `transfer` carry it out.
 """
 
 import dataclasses
@@ -45,6 +45,22 @@ class Placement:
     committed: bool = False
     addressable: bool = True
     memory_kind: str | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Move:
+    """One array to move, and the result once that is done.
+
+    ``donate`` lets the move consume its source, which then nothing else may need.
+    """
+
+    path: str
+    value: Any
+    now: Placement
+    want: NamedSharding
+    route: Route
+    donate: bool = False
+    result: Any = None
 
 
 def placement_of(x: Any, staging: bool) -> Placement:

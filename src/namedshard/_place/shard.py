@@ -4,8 +4,6 @@ A tree is planned and checked whole before the first byte moves, and work is bat
 """
 
 import collections
-import contextlib
-import threading
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,28 +12,21 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import (
-    DeletedArrayError,
-    MemoryKindError,
-    NoMeshError,
-    TracedMoveError,
-    at,
-    count_of,
-    message,
-    warn_user,
-)
-from namedshard._place import moves
+from namedshard._cache import BoundedCache
+from namedshard._errors import MemoryKindError, NoMeshError, TracedMoveError, at, count_of, deleted_arrays, warn_once
+from namedshard._place import local
 from namedshard._place import transfer as collective
-from namedshard._place.route import Placement, Route, placement_of, route_for, same_place, wanted_memory_kind
+from namedshard._place.route import Move, Route, placement_of, route_for, same_place, wanted_memory_kind
+from namedshard._place.traced import check_mixed, check_traced_kind
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
 from namedshard._plan.plan import Plan, plan_leaves, with_policy
-from namedshard._types import Device, PyTreeDef, Tracer
+from namedshard._types import Device, Tracer
 
 
-class _Entry:
-    """A plan, and for each leaf the last sharding object found to be in place: most calls stop there."""
+class _CachedPlan:
+    """A plan, its shardings, and for each leaf the last sharding object found to be in place: most calls stop there."""
 
     __slots__ = ("in_place", "plan", "shardings")
 
@@ -54,66 +45,14 @@ class _Entry:
         return found
 
 
-class _PlanCache:
-    """Recently used plans. A plan depends on structure, avals, mapping, mesh and the Manual axes in force."""
-
-    def __init__(self, size: int):
-        self._size = size
-        self._entries: collections.OrderedDict[Hashable, _Entry] = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> _Entry | None:
-        # A tree may hold static fields that cannot be hashed, or compared (numpy arrays): it is planned each time.
-        with contextlib.suppress(TypeError, ValueError):
-            return self._entries.get(key)
-        return None
-
-    def put(self, key: Hashable, entry: _Entry) -> None:
-        with self._lock, contextlib.suppress(TypeError, ValueError):
-            self._entries[key] = entry
-            while len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-
-
-_plans = _PlanCache(512)
+# By structure, avals, mapping, mesh, memory kind and the Manual axes in force: all that a plan depends on.
+_plans: BoundedCache[_CachedPlan] = BoundedCache(512)
 
 
 def _signature(leaf: Any) -> Hashable:
     if type(leaf) is compat.ArrayImpl:
         return leaf.aval
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return tuple(leaf.shape), leaf.dtype
-    return None
-
-
-def _entry_for(
-    tree: PyTree,
-    leaves: Sequence[Any],
-    treedef: PyTreeDef,
-    mapping: AxisMapping,
-    mesh: MeshLike,
-    memory_kind: str | None,
-    manual: frozenset[str],
-) -> _Entry:
-    key = (treedef, tuple([_signature(x) for x in leaves]), mapping, mesh, memory_kind, manual)
-    entry = _plans.get(key)
-    if entry is None:
-        plan = plan_leaves(named_leaves(tree), treedef, mapping, mesh, memory_kind=memory_kind, manual=manual)
-        entry = _Entry(plan)
-        _plans.put(key, entry)
-    return entry
-
-
-_warned_no_mapping: set[str] = set()
-
-
-def _warn_no_mapping() -> None:
-    text = message(
-        "shard: no axis mapping was given and none is in force; the tree is returned as it is" + thread_hint()
-    )
-    if text not in _warned_no_mapping:
-        _warned_no_mapping.add(text)
-        warn_user(text, RuntimeWarning)
+    return (tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
 
 
 def shard(
@@ -166,11 +105,11 @@ def shard(
     found = resolve_mapping(mapping)
     if found is None:
         if not any(leaf.own is not None for leaf in named_leaves(tree)):
-            _warn_no_mapping()
+            text = "shard: no axis mapping was given and none is in force; the tree is returned as it is"
+            warn_once(text + thread_hint(), RuntimeWarning)
             return tree
         found = AxisMapping()
-    if indivisible is not None:
-        found = with_policy(found, indivisible)
+    found = with_policy(found, indivisible)
     where = resolve_mesh(mesh)
     if where is None:
         raise NoMeshError(
@@ -181,10 +120,14 @@ def shard(
         check_memory_kind(where, memory_kind)
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     manual = frozenset[str]() if compat.nothing_traced() else manual_axes()
-    entry = _entry_for(tree, leaves, treedef, found, where, memory_kind, manual)
-    if _all_in_place(entry, leaves, memory_kind):
+    key = (treedef, tuple([_signature(x) for x in leaves]), found, where, memory_kind, manual)
+    cached = _plans.get(key)
+    if cached is None:
+        planned = plan_leaves(named_leaves(tree), treedef, found, where, memory_kind=memory_kind, manual=manual)
+        cached = _plans.put(key, _CachedPlan(planned))
+    if _all_in_place(cached, leaves, memory_kind):
         return tree
-    placed = _execute(entry, leaves, memory_kind, donate, manual)
+    placed = _execute(cached, leaves, memory_kind, donate, manual)
     return jax.tree_util.tree_unflatten(treedef, placed)
 
 
@@ -194,12 +137,12 @@ def _is_concrete_array(x: Any) -> bool:
     )
 
 
-def _all_in_place(entry: _Entry, leaves: Sequence[Any], memory_kind: str | None) -> bool:
-    """The fast path of a call that has nothing to do: one look at each leaf."""
+def _all_in_place(cached: _CachedPlan, leaves: Sequence[Any], memory_kind: str | None) -> bool:
+    """The fast path of a no-op call: one look at each leaf."""
     if not compat.nothing_traced():
         return False
-    in_place = entry.in_place
-    for i, (leaf, planned) in enumerate(zip(leaves, entry.plan.leaves, strict=True)):
+    in_place = cached.in_place
+    for i, (leaf, planned) in enumerate(zip(leaves, cached.plan.leaves, strict=True)):
         if planned.spec is None:
             continue
         if not _is_concrete_array(leaf) or leaf.is_deleted() or not leaf.committed:
@@ -207,7 +150,7 @@ def _all_in_place(entry: _Entry, leaves: Sequence[Any], memory_kind: str | None)
         have = leaf.sharding
         if have is in_place[i]:
             continue
-        want = entry.sharding(i, memory_kind or have.memory_kind)
+        want = cached.sharding(i, memory_kind or have.memory_kind)
         if not same_place(have, want, leaf.ndim):
             return False
         in_place[i] = have
@@ -215,45 +158,44 @@ def _all_in_place(entry: _Entry, leaves: Sequence[Any], memory_kind: str | None)
 
 
 def _execute(
-    entry: _Entry, leaves: Sequence[Any], memory_kind: str | None, donate: bool, manual: frozenset[str]
+    cached: _CachedPlan, leaves: Sequence[Any], memory_kind: str | None, donate: bool, manual: frozenset[str]
 ) -> list[Any]:
     staging = compat.staging()
-    planned_leaves = entry.plan.leaves
-    nows = {i: placement_of(x, staging) for i, x in enumerate(leaves) if planned_leaves[i].spec is not None}
-    _check_concrete(entry.plan.mesh, list(nows.values()), len(leaves))
-    work: list[moves.Move] = []
-    moved: dict[tuple[int, NamedSharding], moves.Move] = {}
-    slots: list[moves.Move | None] = []
-    for i, (leaf, planned) in enumerate(zip(leaves, planned_leaves, strict=True)):
-        now = nows.get(i)
-        if now is None:
-            slots.append(None)
-            continue
-        want = entry.sharding(i, wanted_memory_kind(now, memory_kind))
-        # Tied leaves, one array object in two places, stay one array.
-        move = moved.get((id(leaf), want))
-        if move is None:
-            move = moves.Move(planned.path, leaf, now, want, route_for(now, want, leaf.shape))
-            moved[(id(leaf), want)] = move
-            work.append(move)
-        slots.append(move)
-    _check(work, entry.plan, memory_kind)
-    shared = _give_up(work, leaves, slots) if donate else []
+    planned, mesh = cached.plan.leaves, cached.plan.mesh
+    nows = {i: placement_of(x, staging) for i, x in enumerate(leaves) if planned[i].spec is not None}
+    concrete = sum(now.kind in ("host", "array") for now in nows.values())
+    if concrete and isinstance(mesh, AbstractMesh):
+        raise NoMeshError(
+            f"{count_of(concrete, len(leaves))} cannot be placed: the mesh ({describe(mesh)}) is abstract and has no"
+            " devices",
+            fix="pass a jax.sharding.Mesh",
+        )
+    # Tied leaves, one array object in two places, stay one array.
+    moves: dict[tuple[int, NamedSharding], Move] = {}
+    by_leaf: dict[int, Move] = {}
+    for i, now in nows.items():
+        x, want = leaves[i], cached.sharding(i, wanted_memory_kind(now, memory_kind))
+        if (id(x), want) not in moves:
+            moves[id(x), want] = Move(planned[i].path, x, now, want, route_for(now, want, x.shape))
+        by_leaf[i] = moves[id(x), want]
+    work = list(moves.values())
+    _check(work, len(leaves), mesh)
+    kept = {id(x) for i, x in enumerate(leaves) if i not in by_leaf or by_leaf[i].route is Route.KEEP}
+    shared = _donate_sources(work, kept) if donate else []
     _run(work, manual)
     for source in shared:
         source.delete()
-    return [leaf if move is None else move.result for leaf, move in zip(leaves, slots, strict=True)]
+    return [by_leaf[i].result if i in by_leaf else x for i, x in enumerate(leaves)]
 
 
-def _run(work: Sequence[moves.Move], manual: frozenset[str]) -> None:
+def _run(work: Sequence[Move], manual: frozenset[str]) -> None:
     """Carry out moves, those that involve other processes first."""
     concrete = any(m.route not in (Route.ANNOTATE, Route.TRACED) for m in work)
-    moves.run(collective.run(work) if concrete and jax.process_count() > 1 else work, manual=manual)
+    local.run(collective.run(work) if concrete and jax.process_count() > 1 else work, manual=manual)
 
 
-def _give_up(work: Sequence[moves.Move], leaves: Sequence[Any], slots: Sequence[moves.Move | None]) -> list[jax.Array]:
-    """Let each source that is nowhere kept be consumed by its move; returns those that several moves read."""
-    kept = {id(x) for x, move in zip(leaves, slots, strict=True) if move is None or move.route is Route.KEEP}
+def _donate_sources(work: Sequence[Move], kept: set[int]) -> list[jax.Array]:
+    """Let each source that isn't kept anywhere be consumed by its move; returns those that several moves read."""
     movable = [m for m in work if m.now.kind == "array" and id(m.value) not in kept]
     readers = collections.Counter(id(m.value) for m in movable)
     for move in movable:
@@ -261,33 +203,15 @@ def _give_up(work: Sequence[moves.Move], leaves: Sequence[Any], slots: Sequence[
     return list({id(m.value): m.value for m in movable if not m.donate}.values())
 
 
-def _check(work: Sequence[moves.Move], plan: Plan, memory_kind: str | None) -> None:
-    """Everything that can be known to fail, before anything moves."""
-    total = len(plan.leaves)
-    _check_deleted(work, total)
+def _check(work: Sequence[Move], total: int, mesh: MeshLike | None = None) -> None:
+    """Everything that can be known to fail, before anything moves; with a mesh, also that traced arrays stay on it."""
+    if gone := [m.path for m in work if m.now.kind == "array" and m.value.is_deleted()]:
+        raise deleted_arrays("shard", gone, total)
     if traced := [m for m in work if m.route is Route.TRACED]:
-        _check_traced(traced, plan.mesh, total)
-        moves.check_mixed(traced, total)
-    moves.check_narrowing(work, total)
-
-
-def _check_concrete(mesh: MeshLike, nows: Sequence[Placement], total: int) -> None:
-    concrete = sum(now.kind in ("host", "array") for now in nows)
-    if concrete and isinstance(mesh, AbstractMesh):
-        raise NoMeshError(
-            f"{count_of(concrete, total)} cannot be placed: the mesh ({describe(mesh)}) is abstract and has no devices",
-            fix="pass a jax.sharding.Mesh",
-        )
-
-
-def _check_deleted(work: Sequence[moves.Move], total: int) -> None:
-    gone = [at(m.path) for m in work if m.now.kind == "array" and m.value.is_deleted()]
-    if gone:
-        raise DeletedArrayError(
-            f"{count_of(len(gone), total)} cannot be placed: the array was donated or deleted",
-            gone,
-            fix="keep the result of the call that the array was donated to, and shard that",
-        )
+        if mesh is not None:
+            _check_traced(traced, mesh, total)
+        check_mixed(traced, total)
+    local.check_narrowing(((m.path, m.value) for m in work), total)
 
 
 def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
@@ -295,22 +219,22 @@ def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
     check_memory_of([d for d in mesh.devices.flat if d.process_index == jax.process_index()], memory_kind)
 
 
-def check_memory_of(local: Sequence[Device], memory_kind: str) -> None:
+def check_memory_of(devices: Sequence[Device], memory_kind: str) -> None:
     """The same for devices of one kind that belong to this process."""
-    for device in local[:1]:
+    for device in devices[:1]:
         kinds = sorted(m.kind for m in device.addressable_memories())
         if memory_kind not in kinds:
+            listed = ", ".join(map(repr, kinds))
             raise MemoryKindError(
-                f"memory kind {memory_kind!r} is not offered by {device.platform} devices,"
-                f" which have {', '.join(map(repr, kinds))}",
-                fix=f"use one of {', '.join(map(repr, kinds))}",
+                f"memory kind {memory_kind!r} is not offered by {device.platform} devices, which have {listed}",
+                fix=f"use one of {listed}",
             )
 
 
-def _check_traced(traced: Sequence[moves.Move], mesh: MeshLike, total: int) -> None:
+def _check_traced(traced: Sequence[Move], mesh: MeshLike, total: int) -> None:
     """JAX ignores a traced ``device_put`` to other devices, and its errors about constraints name no leaf."""
     for move in traced:
-        moves.check_traced_kind(move.want.memory_kind)
+        check_traced_kind(move.want.memory_kind)
     context = context_mesh()
     if not (isinstance(context, Mesh) and isinstance(mesh, Mesh)) or device_ids(context) == device_ids(mesh):
         return
@@ -364,15 +288,13 @@ def place_leaves(
         DeletedArrayError, MixedAxesError, NarrowingError: As `shard` does, before anything moves.
     """
     staging = compat.staging()
-    work: list[moves.Move] = []
+    work: list[Move] = []
     for i, want in wanted:
         now = placement_of(values[i], staging)
         route = route_for(now, want, values[i].shape)
         given_up = i in donate and isinstance(values[i], jax.Array) and route is not Route.TRACED
-        work.append(moves.Move(paths[i], values[i], now, want, route, given_up))
-    _check_deleted(work, len(values))
-    moves.check_mixed([m for m in work if m.route is Route.TRACED], len(values))
-    moves.check_narrowing(work, len(values))
+        work.append(Move(paths[i], values[i], now, want, route, given_up))
+    _check(work, len(values))
     _run(work, manual_axes())
     out = list(values)
     for (i, _), move in zip(wanted, work, strict=True):

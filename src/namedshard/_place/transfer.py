@@ -16,88 +16,99 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._place import boxes, moves
 from namedshard._place import exchange as ex
-from namedshard._place.route import CHUNK_BYTES, Route
+from namedshard._place import local
+from namedshard._place.boxes import aligned_empty, local_slices, shape_of, volume
+from namedshard._place.route import CHUNK_BYTES, Move, Route
+from namedshard._plan.leaves import jax_dtype
 from namedshard._processes.agreement import agree, describe_leaf
 from namedshard._processes.coordination import guard_exchange, run_watched, wait_for_processes
-from namedshard._types import Device
+from namedshard._types import Bounds, Device
 
 
-def processes_of(move: moves.Move) -> frozenset[int]:
-    """The processes that own devices of a move's source or target."""
+def _processes_of(move: Move) -> set[int]:
     devices = set(move.want.device_set)
     if move.now.kind == "array" and move.now.committed and move.now.sharding is not None:
         devices |= move.now.sharding.device_set
-    return frozenset(d.process_index for d in devices)
+    return {d.process_index for d in devices}
 
 
-def run(work: Sequence[moves.Move]) -> list[moves.Move]:
-    """Carry out the moves that involve other processes; returns the rest, which are this process's own affair."""
+def run(work: Sequence[Move]) -> list[Move]:
+    """Carry out the moves that involve other processes; returns those that this process carries out alone."""
     me = jax.process_index()
-    spanning: list[moves.Move] = []
-    elsewhere: list[moves.Move] = []
-    own: list[moves.Move] = []
+    spanning: list[Move] = []
+    elsewhere: list[Move] = []
+    own: list[Move] = []
     for move in work:
-        involved = processes_of(move)
-        if move.route in (Route.ANNOTATE, Route.KEEP, Route.TRACED) or involved == frozenset((me,)):
+        involved = _processes_of(move)
+        if move.route in (Route.ANNOTATE, Route.KEEP, Route.TRACED) or involved == {me}:
             own.append(move)
-        elif len(involved) == 1:
-            elsewhere.append(move)
         else:
-            spanning.append(move)
+            (elsewhere if len(involved) == 1 else spanning).append(move)
     with compat.no_context_mesh():
         if spanning:
             _run(spanning)
         # Sources that are given up go last: the call may fail before.
         for move in elsewhere:
-            _nothing_here(move)
+            _finish(move, {})
     return own
 
 
-def _run(work: Sequence[moves.Move]) -> None:
+def _run(work: Sequence[Move]) -> None:
     # Whatever can fail on one process alone comes before the others wait for it.
-    ways: dict[Route, list[moves.Move]] = collections.defaultdict(list)
+    ways: dict[Route, list[Move]] = collections.defaultdict(list)
     for move in work:
         ways[_way(move)].append(move)
-    exchanged = _Exchange(ways[Route.COLLECTIVE])
+    exchanged = ways[Route.COLLECTIVE]
+    targets = [ex.layout_of(_raw_sharding(m.value, m.want), raw_type(m.value).shape) for m in exchanged]
+    buffers = [_allocate(target, raw_type(m.value).dtype) for m, target in zip(exchanged, targets, strict=True)]
     agree("shard", [describe_leaf(m.path, m.value, m.want, host=m.route is Route.FROM_HOST) for m in work])
-    with guard_exchange(bool(ways[Route.CONSTRAIN_JIT] or ways[Route.COLLECTIVE])):
-        if compiled := _with_devices_here(ways[Route.CONSTRAIN_JIT]):
-            moves.constrain_jit(compiled)
+    with guard_exchange(bool(ways[Route.CONSTRAIN_JIT] or exchanged)):
+        if compiled := [m for m in ways[Route.CONSTRAIN_JIT] if m.want.addressable_devices]:
+            local.constrain_jit(compiled)
             run_watched(lambda: jax.block_until_ready([move.result for move in compiled]))
-        exchanged.run()
+        if exchanged:
+            crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
+            exchange([raw(m.value) for m in exchanged], targets, buffers, CHUNK_BYTES * crowd)
+        # This process has no part in compiled moves between devices of which it has none.
+        elsewhere = [(m, {}) for m in ways[Route.CONSTRAIN_JIT] if not m.want.addressable_devices]
+        for move, pieces in [*zip(exchanged, buffers, strict=True), *elsewhere]:
+            _finish(move, pieces)
     for move in ways[Route.FROM_HOST]:
-        _from_host(move)
+        x = move.value
+        move.result = _like(x, local.shard_host_value(np.asarray(raw(x)), _raw_sharding(x, move.want)))
+        if move.donate:
+            x.delete()
 
 
-def _way(move: moves.Move) -> Route:
+def _allocate(target: ex.Layout, dtype: Any) -> dict[Bounds, np.ndarray]:
+    """Memory for each box that this process wants."""
+    me = jax.process_index()
+    wanted = [box for box, devices in target.holders.items() if any(d.process_index == me for d in devices)]
+    return {box: aligned_empty(shape_of(box), dtype) for box in wanted}
+
+
+def _finish(move: Move, pieces: Mapping[Bounds, np.ndarray]) -> None:
+    """Assemble the result from this process's pieces of it, and delete a source that is given up."""
+    x = move.value
+    base = raw_type(x)
+    dtype = base.dtype if isinstance(x, jax.Array) else jax_dtype(base.dtype)
+    move.result = _like(x, local.from_pieces(tuple(base.shape), dtype, _raw_sharding(x, move.want), pieces))
+    if move.donate:
+        x.delete()
+
+
+def _way(move: Move) -> Route:
     """FROM_HOST, CONSTRAIN_JIT or COLLECTIVE.
 
     JAX's own way to another order of devices is left alone: the compiler gathers whole arrays on it, or crashes.
     """
     if move.route is Route.FROM_HOST:
         return Route.FROM_HOST
-    if moves.all_cpu(move.want.device_set) or compat.device_order(move.value.sharding) != compat.device_order(
-        move.want
-    ):
+    if local.on_cpus(move.want) or compat.device_order(move.value.sharding) != compat.device_order(move.want):
         return Route.COLLECTIVE
     bounded = compiler_stays_bounded(raw(move.value), _raw_sharding(move.value, move.want))
     return Route.CONSTRAIN_JIT if bounded else Route.COLLECTIVE
-
-
-def _with_devices_here(work: Sequence[moves.Move]) -> list[moves.Move]:
-    """The moves between devices of which this process has some; it has no part in the others."""
-    for move in work:
-        if not move.want.addressable_devices:
-            _nothing_here(move)
-    return [m for m in work if m.want.addressable_devices]
-
-
-def _nothing_here(move: moves.Move) -> None:
-    move.result = _rebuilt(move.value, move.want, {})
-    if move.donate:
-        move.value.delete()
 
 
 def compiler_stays_bounded(x: jax.Array, want: NamedSharding) -> bool:
@@ -120,84 +131,33 @@ def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: 
 # --- the pieces themselves --------------------------------------------------------------------------------------------
 
 
-def raw(x: jax.Array) -> jax.Array:
+def raw(x: Any) -> Any:
     """The array itself, or the integers under an array of typed keys."""
     return jax.random.key_data(x) if compat.is_key_array(x) else x
 
 
-def _raw_sharding(x: jax.Array, want: NamedSharding) -> NamedSharding:
+def raw_type(x: Any) -> Any:
+    """Shape and dtype of the integers under an array of keys, else of the array; nothing runs."""
+    return jax.eval_shape(jax.random.key_data, x) if compat.is_key_array(x) else x
+
+
+def _raw_sharding(x: Any, want: NamedSharding) -> NamedSharding:
     extra = raw_type(x).ndim - x.ndim
     spec = PartitionSpec(*want.spec, *[None] * (x.ndim - len(want.spec) + extra))
     return NamedSharding(want.mesh, spec, memory_kind=want.memory_kind) if extra else want
 
 
-def raw_type(x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
-    """Shape and dtype of the integers under an array of keys, else of the array; nothing runs."""
-    return jax.eval_shape(jax.random.key_data, x) if compat.is_key_array(x) else x
-
-
-def _rebuilt(x: Any, want: NamedSharding, pieces: Mapping[boxes.Bounds, np.ndarray]) -> jax.Array:
-    """An array of pieces of this process, in the form (keys, weak type) that the source has."""
-    if not isinstance(x, jax.Array):
-        return moves.from_pieces(tuple(x.shape), jax.dtypes.canonicalize_dtype(moves.native(x.dtype)), want, pieces)
-    base = raw(x)
-    built = moves.from_pieces(base.shape, base.dtype, _raw_sharding(x, want), pieces)
+def _like(x: Any, built: jax.Array) -> jax.Array:
+    """Raw data in the form (keys, weak type) that the source has."""
     if compat.is_key_array(x):
         return jax.random.wrap_key_data(built, impl=jax.random.key_impl(x))
-    return compat.as_weak(built) if x.weak_type else built
-
-
-def _from_host(move: moves.Move) -> None:
-    """Each process puts only its own shards of a value that all of them have."""
-    x = move.value
-    value = np.asarray(raw(x) if isinstance(x, jax.Array) else x)
-    dtype = jax.dtypes.canonicalize_dtype(moves.native(value.dtype))
-    want = _raw_sharding(x, move.want) if isinstance(x, jax.Array) else move.want
-    pieces: dict[boxes.Bounds, np.ndarray] = {}
-    for index in want.addressable_devices_indices_map(value.shape).values():
-        box = boxes.bounds_of(index or (), value.shape)
-        if box not in pieces:
-            pieces[box] = boxes.aligned_empty(tuple(b - a for a, b in box), dtype)
-            boxes.copy_overlap(pieces[box], box, value, ex.whole(value.shape))
-    move.result = _rebuilt(x, move.want, pieces)
-    if move.donate:
-        x.delete()
-
-
-class _Exchange:
-    """Moves that go through `exchange`, with the memory that they fill."""
-
-    def __init__(self, work: Sequence[moves.Move]) -> None:
-        me = jax.process_index()
-        self._work = work
-        types = [raw_type(m.value) for m in work]
-        wanted = [_raw_sharding(m.value, m.want) for m in work]
-        self._targets = [ex.layout_of(w, x.shape) for w, x in zip(wanted, types, strict=True)]
-        self._buffers: dict[tuple[int, boxes.Bounds], np.ndarray] = {}
-        for i, (x, target) in enumerate(zip(types, self._targets, strict=True)):
-            for box, devices in target.holders.items():
-                if any(d.process_index == me for d in devices):
-                    self._buffers[i, box] = boxes.aligned_empty(tuple(b - a for a, b in box), x.dtype)
-
-    def run(self) -> None:
-        """Carry them out; every process that has made one does."""
-        if not self._work:
-            return
-        crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
-        exchange([raw(m.value) for m in self._work], self._targets, self._buffers, CHUNK_BYTES * crowd)
-        pieces: list[dict[boxes.Bounds, np.ndarray]] = [{} for _ in self._work]
-        for (i, box), buffer in self._buffers.items():
-            pieces[i][box] = buffer
-        for move, made in zip(self._work, pieces, strict=True):
-            move.result = _rebuilt(move.value, move.want, made)
-            if move.donate:
-                move.value.delete()
+    return compat.as_weak(built) if isinstance(x, jax.Array) and x.weak_type else built
 
 
 def exchange(
     arrays: Sequence[jax.Array],
     targets: Sequence[ex.Layout],
-    buffers: Mapping[tuple[int, boxes.Bounds], np.ndarray],
+    buffers: Sequence[Mapping[Bounds, np.ndarray]],
     budget: int,
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
@@ -207,7 +167,7 @@ def exchange(
     Args:
         arrays: Global arrays (no typed keys).
         targets: For each, which devices want which box.
-        buffers: For each array and target box of this process, memory to fill.
+        buffers: For each array, memory to fill for each target box of this process.
         budget: Bytes that a process may use for sending and receiving at a time.
 
     Raises:
@@ -219,18 +179,17 @@ def exchange(
     schedule = ex.schedule(changes, jax.process_index(), budget)
     shards: dict[int, dict[Device, Any]] = {}
 
-    def read(leaf: int, piece: ex.Piece, box: boxes.Bounds) -> np.ndarray:
+    def read(leaf: int, piece: ex.Piece, box: Bounds) -> np.ndarray:
         if leaf not in shards:
             shards[leaf] = {s.device: s.data for s in arrays[leaf].addressable_shards}
-        within = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(box, piece.source_box, strict=True))
-        return moves.host_piece(shards[leaf][piece.source], within)
+        return local.read_box(shards[leaf][piece.source], piece.source_box, box)
 
-    def write(leaf: int, piece: ex.Piece, box: boxes.Bounds, data: np.ndarray) -> None:
-        buffers[leaf, piece.target_box][ex.local_box(box, piece.target_box)] = data
+    def write(leaf: int, piece: ex.Piece, box: Bounds, data: np.ndarray) -> None:
+        buffers[leaf][piece.target_box][local_slices(box, piece.target_box)] = data
 
     for leaf, piece in schedule.local:
         limit = max(budget, ex.SMALLEST_SLOT) // arrays[leaf].dtype.itemsize
-        size = ex.elements(piece.box)
+        size = volume(piece.box)
         for first in range(0, size, limit):
             for _, box in ex.flat_range(piece.box, first, min(size, first + limit)):
                 write(leaf, piece, box, read(leaf, piece, box))
@@ -241,18 +200,17 @@ def exchange(
 
 
 def _slot(memory: np.ndarray, fragment: ex.Fragment, dtype: Any) -> np.ndarray:
-    shape = tuple(b - a for a, b in fragment.box)
-    size = ex.elements(fragment.box) * dtype.itemsize
-    return memory[fragment.offset : fragment.offset + size].view(dtype).reshape(shape)
+    size = volume(fragment.box) * dtype.itemsize
+    return memory[fragment.offset : fragment.offset + size].view(dtype).reshape(shape_of(fragment.box))
 
 
 def _run_phase(
     schedule: ex.Schedule, phase: ex.Phase, dtypes: Sequence[Any], read: Callable[..., Any], write: Callable[..., None]
 ) -> None:
     me = jax.process_index()
-    program = _program(schedule.devices, phase.rounds, phase.slot_bytes)
+    program = _compile_rounds(schedule.devices, phase.rounds, phase.slot_bytes)
     mine = [i for i, d in enumerate(schedule.devices) if d.process_index == me]
-    outgoing = [{i: boxes.aligned_empty((1, phase.slot_bytes), np.uint8) for i in mine} for _ in phase.rounds]
+    outgoing = [{i: aligned_empty((1, phase.slot_bytes), np.uint8) for i in mine} for _ in phase.rounds]
     for step in range(phase.steps):
         start = phase.start + step * phase.slot_bytes
         stop = start + phase.slot_bytes
@@ -273,7 +231,7 @@ Slots = Sequence[Mapping[int, np.ndarray]]
 
 
 @functools.lru_cache(maxsize=64)
-def _program(
+def _compile_rounds(
     devices: tuple[Device, ...], rounds: tuple[tuple[ex.Pair, ...], ...], slot_bytes: int
 ) -> Callable[[Slots], Slots]:
     """One compiled step: in every round a partial permutation of the devices' slots."""
@@ -290,7 +248,7 @@ def _program(
 
     def step(outgoing: Slots) -> Slots:
         slots = [
-            moves.from_pieces(
+            local.from_pieces(
                 (len(devices), slot_bytes),
                 np.dtype(np.uint8),
                 sharding,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from namedshard._plan.mapping import spec_entry
 from namedshard._plan.mesh import MeshLike, resolve_mesh
 from namedshard._types import Device
 
@@ -29,7 +30,7 @@ def best_effort_spec(shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
             left[dim] //= size
             chosen[dim].append(name)
             kinds[dim] = types[name]
-    return PartitionSpec(*(None if not c else c[0] if len(c) == 1 else tuple(c) for c in chosen))
+    return PartitionSpec(*map(spec_entry, chosen))
 
 
 def best_effort_sharding(

@@ -35,6 +35,11 @@ def is_array_like(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
+def axis_name(axis: haliax.Axis | str) -> str:
+    """The name of an axis, which may be given by it alone."""
+    return axis if isinstance(axis, str) else axis.name
+
+
 @functools.cache
 def _named_fields(cls: type) -> dict[str, tuple[str, ...]]:
     """Fields of an ``eqx.Module`` class declared with ``axis_names`` metadata."""
@@ -45,7 +50,7 @@ def _named_fields(cls: type) -> dict[str, tuple[str, ...]]:
         names = field.metadata.get("axis_names")
         if names is not None and not field.metadata.get("static", False):
             listed = (names,) if isinstance(names, str | haliax.Axis) else tuple(names)
-            out[field.name] = tuple(n if isinstance(n, str) else n.name for n in listed)
+            out[field.name] = tuple(map(axis_name, listed))
     return out
 
 
@@ -70,6 +75,16 @@ def jax_can_hold(dtype: Any) -> bool:
 _NO_JAX_DTYPE = "mgG"
 
 
+def native_dtype(dtype: Any) -> Any:
+    """The dtype in this machine's byte order, which is the only one that JAX takes."""
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).newbyteorder("=")
+
+
+def jax_dtype(dtype: Any) -> Any:
+    """The dtype of the JAX array made from a host array: narrowed where 64-bit types are disabled."""
+    return jax.dtypes.canonicalize_dtype(native_dtype(dtype), allow_extended_dtype=True)
+
+
 def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...] | None, str]:
     if len(value.shape) != len(names):
         return None, f"names ({', '.join(names)}) do not fit rank {len(value.shape)}; left as it is"
@@ -85,7 +100,7 @@ def _of_named(path: str, named: NamedArray) -> Iterator[Leaf]:
         return
     # `named.axes` raises where some tool (optax's factored states) left an array of another rank under the names.
     _, axes = NamedArray.tree_flatten(named)
-    fitting, note = _names_that_fit(named.array, tuple(a if isinstance(a, str) else a.name for a in axes))
+    fitting, note = _names_that_fit(named.array, tuple(map(axis_name, axes)))
     yield Leaf(path, named.array, fitting, carried_mapping(named), note)
 
 

@@ -3,8 +3,9 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import haliax.partitioning
@@ -59,6 +60,16 @@ def first(*candidates: str | tuple[str, ...] | None) -> First:
     return First(tuple(_mesh_axes("first(...)", c) for c in candidates))
 
 
+def axis_names(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of a rule without candidates, or of one entry of a spec."""
+    return (axes,) if isinstance(axes, str) else (axes or ())
+
+
+def spec_entry(names: Sequence[str]) -> MeshAxes:
+    """The inverse of `axis_names`."""
+    return names[0] if len(names) == 1 else (tuple(names) or None)
+
+
 def _mesh_axes(where: str, value: Any) -> MeshAxes:
     if value is None or isinstance(value, str):
         return value
@@ -66,7 +77,7 @@ def _mesh_axes(where: str, value: Any) -> MeshAxes:
         names = tuple(cast("list[str]", value))
         if len(set(names)) != len(names):
             raise MappingError(f"{where}: mesh axes {names} repeat")
-        return names[0] if len(names) == 1 else (names or None)
+        return spec_entry(names)
     raise MappingError(
         f"{where}: {value!r} is not a rule",
         fix="use a mesh axis name, a tuple of names (their product), first(...), or None",
@@ -76,7 +87,7 @@ def _mesh_axes(where: str, value: Any) -> MeshAxes:
 def mesh_axes_of(rule: Rule) -> list[str]:
     """Every mesh axis that a rule names, each once."""
     candidates = rule.candidates if isinstance(rule, First) else (rule,)
-    return list(dict.fromkeys(n for c in candidates for n in ((c,) if isinstance(c, str) else (c or ()))))
+    return list(dict.fromkeys(n for c in candidates for n in axis_names(c)))
 
 
 class AxisMapping(Mapping[str, Any]):
@@ -159,15 +170,11 @@ class AxisMapping(Mapping[str, Any]):
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (dict(self._rules), self.indivisible)
+        return functools.partial(AxisMapping, indivisible=self.indivisible), (dict(self._rules),)
 
     def __repr__(self) -> str:
         policy = "" if self.indivisible == "error" else f", indivisible={self.indivisible!r}"
         return f"AxisMapping({self._rules!r}{policy})"
-
-
-def _rebuild(rules: dict[str, Rule], indivisible: Policy) -> AxisMapping:
-    return AxisMapping(rules, indivisible=indivisible)
 
 
 class _Known(threading.local):

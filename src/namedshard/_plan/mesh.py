@@ -5,7 +5,7 @@ from typing import TypeAlias
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import AmbiguousMeshError
+from namedshard._errors import AmbiguousMeshError, NoMeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
 
@@ -54,6 +54,14 @@ def resolve_mesh(mesh: MeshLike | None) -> MeshLike | None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}")
     return mesh
+
+
+def require_mesh(mesh: MeshLike | None) -> MeshLike:
+    """The mesh given, else the one in force, else an error."""
+    where = resolve_mesh(mesh)
+    if where is None:
+        raise NoMeshError("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
+    return where
 
 
 def device_ids(mesh: Mesh) -> list[int]:

@@ -19,13 +19,12 @@ from namedshard._errors import (
     MeshAxisNotFoundError,
     NoCandidateError,
     NoMappingError,
-    NoMeshError,
     PlanError,
     at,
     count_of,
     did_you_mean,
     message,
-    warn_user,
+    warn_once,
 )
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
 from namedshard._plan.mapping import (
@@ -35,10 +34,12 @@ from namedshard._plan.mapping import (
     MeshAxes,
     Policy,
     Rule,
+    axis_names,
     own_over,
     resolve_mapping,
+    spec_entry,
 )
-from namedshard._plan.mesh import MeshLike, describe, manual_axes, resolve_mesh
+from namedshard._plan.mesh import MeshLike, describe, manual_axes, require_mesh
 from namedshard._types import PyTreeDef
 
 ABSENT, BUSY, INDIVISIBLE = "absent", "busy", "indivisible"
@@ -158,21 +159,21 @@ class _MeshView:
         self.described = describe(mesh)
 
     def free(self, axes: MeshAxes) -> tuple[str, ...]:
-        names = (axes,) if isinstance(axes, str) else (axes or ())
-        return tuple(n for n in names if n not in self.manual)
+        return tuple(n for n in axis_names(axes) if n not in self.manual)
 
     def size(self, names: Sequence[str]) -> int:
         return math.prod(self.sizes[n] for n in names)
 
 
-def _named(names: tuple[str, ...], view: _MeshView) -> str:
-    size = view.size(names)
-    return f"mesh axis {names[0]!r}={size}" if len(names) == 1 else f"mesh axes {names}={size}"
+def remainder_text(size: int, pieces: int) -> str:
+    """``"10 = 4*2 + 2"``."""
+    return f"{size} = {pieces}*{size // pieces} + {size % pieces}"
 
 
-def _arithmetic(axis: str, size: int, names: tuple[str, ...], view: _MeshView) -> str:
+def _indivisible_text(axis: str, size: int, names: tuple[str, ...], view: _MeshView) -> str:
     n = view.size(names)
-    return f"axis {axis}={size} is not divisible by {_named(names, view)} ({size} = {n}*{size // n} + {size % n})"
+    by = f"mesh axis {names[0]!r}={n}" if len(names) == 1 else f"mesh axes {names}={n}"
+    return f"axis {axis}={size} is not divisible by {by} ({remainder_text(size, n)})"
 
 
 @dataclasses.dataclass(slots=True)
@@ -205,68 +206,48 @@ class _Chooser:
             return BUSY
         return INDIVISIBLE if names and size % self.view.size(names) else ""
 
-    def _settled(self, candidate: MeshAxes) -> MeshAxes:
-        names = self.view.free(candidate)
-        return None if not names else (names[0] if len(names) == 1 else names)
-
     def _choose(self, axis: str, size: int, rule: Rule) -> AxisChoice:
         candidates = rule.candidates if isinstance(rule, First) else (rule,)
         lost: list[tuple[MeshAxes, str]] = []
         for candidate in candidates:
             reason = self._fits(size, candidate)
             if not reason:
-                return AxisChoice(axis, size, rule, self._settled(candidate), tuple(lost))
+                return AxisChoice(axis, size, rule, spec_entry(self.view.free(candidate)), tuple(lost))
             lost.append((candidate, reason))
         nothing = AxisChoice(axis, size, rule, None, tuple(lost))
         if self.mapping.indivisible == "replicate" and any(reason == INDIVISIBLE for _, reason in lost):
             names = next(self.view.free(c) for c, reason in lost if reason == INDIVISIBLE)
-            self.replicated.append((self.leaf.path, _arithmetic(axis, size, names, self.view)))
-            return nothing
-        self._report(axis, size, rule, lost)
+            self.replicated.append((self.leaf.path, _indivisible_text(axis, size, names, self.view)))
+        else:
+            kind, text = self._problem(axis, size, rule, lost)
+            names = () if isinstance(rule, First) else self.view.free(rule)
+            self.problems.append(Problem(kind, self.leaf.path, text, axis, size, names))
         return nothing
 
-    def _report(self, axis: str, size: int, rule: Rule, lost: list[tuple[MeshAxes, str]]) -> None:
+    def _problem(
+        self, axis: str, size: int, rule: Rule, lost: list[tuple[MeshAxes, str]]
+    ) -> tuple[type[PlanError], str]:
         if isinstance(rule, First):
-            tried = "; ".join(f"{c!r} is {self._reason(axis, size, c, r)}" for c, r in lost)
-            self._add(NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}", axis, size, ())
-            return
+            tried = "; ".join(f"{c!r} is {self._reason(size, c, r)}" for c, r in lost)
+            return NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}"
         names = self.view.free(rule)
         reason = lost[0][1]
         if reason == ABSENT:
-            known = list(self.view.sizes)
             gone = [n for n in names if n not in self.view.sizes]
-            hint = "".join(did_you_mean(n, known) for n in gone)
+            hint = "".join(did_you_mean(n, list(self.view.sizes)) for n in gone)
             quoted = ", ".join(map(repr, gone))
-            self._add(
-                MeshAxisNotFoundError,
-                f"axis {axis}={size} is mapped to {quoted}, but the mesh has {self.view.described}{hint}",
-                axis,
-                size,
-                names,
-            )
-        elif reason == BUSY:
-            held = next(n for n in names if n in self.taken)
-            self._add(
-                MeshAxisConflictError,
-                f"axes {self.taken[held]} and {axis} are both mapped to mesh axis {held!r}",
-                axis,
-                size,
-                names,
-            )
-        else:
-            self._add(IndivisibleAxisError, _arithmetic(axis, size, names, self.view), axis, size, names)
-
-    def _reason(self, axis: str, size: int, candidate: MeshAxes, reason: str) -> str:
+            text = f"axis {axis}={size} is mapped to {quoted}, but the mesh has {self.view.described}{hint}"
+            return MeshAxisNotFoundError, text
         if reason == BUSY:
-            held = next(n for n in self.view.free(candidate) if n in self.taken)
-            return f"busy (axis {self.taken[held]} has it)"
-        if reason == INDIVISIBLE:
-            n = self.view.size(self.view.free(candidate))
-            return f"indivisible ({size} = {n}*{size // n} + {size % n})"
-        return "absent"
+            held = next(n for n in names if n in self.taken)
+            return MeshAxisConflictError, f"axes {self.taken[held]} and {axis} are both mapped to mesh axis {held!r}"
+        return IndivisibleAxisError, _indivisible_text(axis, size, names, self.view)
 
-    def _add(self, kind: type[PlanError], text: str, axis: str, size: int, mesh_axes: tuple[str, ...]) -> None:
-        self.problems.append(Problem(kind, self.leaf.path, text, axis, size, mesh_axes))
+    def _reason(self, size: int, candidate: MeshAxes, reason: str) -> str:
+        names = self.view.free(candidate)
+        if reason == BUSY:
+            return f"busy (axis {next(self.taken[n] for n in names if n in self.taken)} has it)"
+        return f"indivisible ({remainder_text(size, self.view.size(names))})" if reason == INDIVISIBLE else reason
 
 
 def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
@@ -281,35 +262,30 @@ def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
     return f'pad the axis to {padded[(axis, size)]}, {other}or pass indivisible="replicate"'
 
 
-def _fix(kind: type[PlanError], problems: list[Problem], view: _MeshView) -> str:
-    if kind is IndivisibleAxisError:
-        return _fix_indivisible(problems, view)
-    if kind is MeshAxisNotFoundError:
-        return "map the axis to a mesh axis that exists, or use first(..., None)"
-    if kind is MeshAxisConflictError:
-        return "map one of the two axes to None or to another mesh axis, or use first(...) to let it give way"
-    return "end the candidates with None to leave the axis unsharded when nothing fits"
-
-
-_KINDS = (MeshAxisNotFoundError, MeshAxisConflictError, NoCandidateError, IndivisibleAxisError)
+# Of problems of several kinds, the first kind here is raised; the fix of the last depends on the axes.
+_FIXES: dict[type[PlanError], str] = {
+    MeshAxisNotFoundError: "map the axis to a mesh axis that exists, or use first(..., None)",
+    MeshAxisConflictError: "map one of the two axes to None or to another mesh axis, or use first(...) to let it give"
+    " way",
+    NoCandidateError: "end the candidates with None to leave the axis unsharded when nothing fits",
+    IndivisibleAxisError: "",
+}
 
 
 def fixes(problems: Sequence[Problem], mesh: MeshLike, manual: frozenset[str]) -> list[str]:
-    """How to mend problems, one line per kind."""
+    """How to fix problems, one line per kind."""
+    by_kind = {kind: [p for p in problems if p.kind is kind] for kind in _FIXES}
     view = _MeshView(mesh, manual)
-    by_kind = {kind: [p for p in problems if p.kind is kind] for kind in _KINDS}
-    return [_fix(kind, found, view) for kind, found in by_kind.items() if found]
+    return [_FIXES[kind] or _fix_indivisible(found, view) for kind, found in by_kind.items() if found]
 
 
 def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manual: frozenset[str]) -> None:
     """Raise the error that lists all these problems of ``total`` leaves."""
     bad = len({p.path for p in problems})
-    raise next(kind for kind in _KINDS if any(p.kind is kind for p in problems))(
-        message(
-            f"{count_of(bad, total)} cannot be sharded by this mapping",
-            [f"{at(p.path)}: {p.text}" for p in problems],
-            fix="\n  fix: ".join(fixes(problems, mesh, manual)),
-        )
+    raise next(kind for kind in _FIXES if any(p.kind is kind for p in problems))(
+        f"{count_of(bad, total)} cannot be sharded by this mapping",
+        [f"{at(p.path)}: {p.text}" for p in problems],
+        fix="\n  fix: ".join(fixes(problems, mesh, manual)),
     )
 
 
@@ -340,9 +316,7 @@ def plan_leaves(
         if leaf.names is None:
             out.append(LeafPlan(leaf.path, None, shape, dtype, None, None, size, size, note=leaf.note))
             continue
-        effective = mapping
-        if leaf.own is not None:
-            effective = own_over(leaf.own, mapping)
+        effective = mapping if leaf.own is None else own_over(leaf.own, mapping)
         why = _Chooser(leaf, effective, view, problems, replicated).run()
         pieces = math.prod(view.size(view.free(choice.won)) for choice in why)
         spec = PartitionSpec(*(choice.won for choice in why))
@@ -358,15 +332,9 @@ def plan_leaves(
     return Plan(tuple(out), mapping, mesh, treedef)
 
 
-_warned: set[str] = set()
-
-
 def _warn_replicated(found: list[tuple[str, str]], total: int) -> None:
     bad = count_of(len({path for path, _ in found}), total)
-    text = message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{at(p)}: {t}" for p, t in found])
-    if text not in _warned:
-        _warned.add(text)
-        warn_user(text)
+    warn_once(message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{at(p)}: {t}" for p, t in found]))
 
 
 def with_policy(mapping: AxisMapping, indivisible: Policy | None) -> AxisMapping:
@@ -388,10 +356,7 @@ def resolve(
                 "no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping"
             )
         found = AxisMapping()
-    where = resolve_mesh(mesh)
-    if where is None:
-        raise NoMeshError("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
-    return leaves, with_policy(found, indivisible), where
+    return leaves, with_policy(found, indivisible), require_mesh(mesh)
 
 
 def plan(

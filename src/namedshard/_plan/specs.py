@@ -11,10 +11,18 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from namedshard._errors import MeshAxisNotFoundError, NoMeshError, did_you_mean
-from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
-from namedshard._plan.mapping import AxisMapping, First, MappingLike, MeshAxes, mesh_axes_of, resolve_mapping
-from namedshard._plan.mesh import MeshLike, describe, manual_axes, resolve_mesh
-from namedshard._plan.plan import Plan, Problem, plan_leaves, raise_problems, resolve
+from namedshard._plan.leaves import Leaf, axis_name, is_array_like, named_leaves
+from namedshard._plan.mapping import (
+    AxisMapping,
+    First,
+    MappingLike,
+    MeshAxes,
+    axis_names,
+    mesh_axes_of,
+    resolve_mapping,
+)
+from namedshard._plan.mesh import MeshLike, describe, manual_axes, require_mesh, resolve_mesh
+from namedshard._plan.plan import Problem, plan, plan_leaves, raise_problems
 
 AxisLike: TypeAlias = Axis | str
 """A named axis, or its name where the size does not matter."""
@@ -27,10 +35,6 @@ def _as_axes(value: Any) -> tuple[AxisLike, ...] | None:
     if isinstance(value, tuple | list) and all(isinstance(v, Axis | str) for v in cast("list[Any]", value)):
         return tuple(cast("list[AxisLike]", value))
     return None
-
-
-def _name(axis: AxisLike) -> str:
-    return axis if isinstance(axis, str) else axis.name
 
 
 def _mesh_of_names(leaves: Sequence[Leaf], mapping: AxisMapping) -> AbstractMesh:
@@ -47,56 +51,29 @@ def _mesh_of_names(leaves: Sequence[Leaf], mapping: AxisMapping) -> AbstractMesh
     return AbstractMesh((1,) * len(names), tuple(names))
 
 
-def _mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else (axes or ())
-
-
-def _plan_axes(axes: Sequence[AxisLike], mapping: AxisMapping, mesh: MeshLike | None) -> Plan:
-    names = tuple(_name(axis) for axis in axes)
+def _spec_of_axes(axes: Sequence[AxisLike], mapping: AxisMapping, mesh: MeshLike | None) -> PartitionSpec | None:
+    names = tuple(map(axis_name, axes))
     path = f"({', '.join(names)})"
     where = mesh or _mesh_of_names([Leaf(path, None, names)], mapping)
     # Every mesh axis divides the size of the whole mesh: what an axis without a size gets does not depend on its size.
     sizes = [where.size if isinstance(axis, str) else axis.size for axis in axes]
-    struct = jax.ShapeDtypeStruct(sizes, "float32")
+    leaf = Leaf(path, jax.ShapeDtypeStruct(sizes, "float32"), names)
     problems: list[Problem] = []
-    plan = plan_leaves(
-        [Leaf(path, struct, names)],
-        jax.tree_util.tree_structure(0),
-        mapping,
-        where,
-        memory_kind=None,
-        manual=manual_axes(),
-        collect=problems,
-    )
+    treedef = jax.tree_util.tree_structure(0)
+    manual = manual_axes()
+    planned = plan_leaves([leaf], treedef, mapping, where, memory_kind=None, manual=manual, collect=problems)
     if problems:
-        bare = {axis for axis in axes if isinstance(axis, str)}
-        told = [
-            dataclasses.replace(p, text=p.text.replace(f"axis {p.axis}={p.size}", f"axis {p.axis}"))
-            if p.axis in bare
-            else p
-            for p in problems
-        ]
-        raise_problems(told, 1, where, manual_axes())
-    return plan
-
-
-def _spec_of_axes(axes: Sequence[AxisLike], mapping: MappingLike | None, mesh: MeshLike | None) -> PartitionSpec:
-    found = resolve_mapping(mapping)
-    if found is None:
-        return PartitionSpec(*(None for _ in axes))
-    spec = _plan_axes(axes, found, mesh).leaves[0].spec
-    assert spec is not None
-    return spec
+        for i, p in enumerate(problems):
+            if p.axis in axes:  # a name alone
+                text = p.text.replace(f"axis {p.axis}={p.size}", f"axis {p.axis}")
+                problems[i] = dataclasses.replace(p, text=text)
+        raise_problems(problems, 1, where, manual)
+    return planned.leaves[0].spec
 
 
 def _specs_of_tree(tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | None) -> PyTree:
-    if mesh is None:
-        leaves = named_leaves(tree)
-        mesh = _mesh_of_names(leaves, resolve_mapping(mapping) or AxisMapping())
-    leaves, found, where = resolve(tree, mapping, mesh, None)
-    treedef = jax.tree_util.tree_structure(tree)
-    plan = plan_leaves(leaves, treedef, found, where, memory_kind=None, manual=manual_axes())
-    planned = iter(plan.leaves)
+    where = mesh or _mesh_of_names(named_leaves(tree), resolve_mapping(mapping) or AxisMapping())
+    planned = iter(plan(tree, mapping, where).leaves)
 
     def spec(node: Any) -> PartitionSpec | None:
         specs = [next(planned).spec for _ in jax.tree_util.tree_leaves(node)]
@@ -141,9 +118,10 @@ def pspec_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh: Me
     """
     where = resolve_mesh(mesh)
     axes = _as_axes(tree_or_axes)
-    if axes is not None:
-        return _spec_of_axes(axes, mapping, where)
-    return _specs_of_tree(tree_or_axes, mapping, where)
+    if axes is None:
+        return _specs_of_tree(tree_or_axes, mapping, where)
+    found = resolve_mapping(mapping)
+    return PartitionSpec(*(None for _ in axes)) if found is None else _spec_of_axes(axes, found, where)
 
 
 def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> PyTree:
@@ -168,19 +146,13 @@ def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh:
         >>> print(ns.sharding_for(hax.Axis("mlp", 512), {"mlp": "model"}, mesh).spec)
         P('model',)
     """
-    where = _mesh_or_error(resolve_mesh(mesh))
+    where = require_mesh(mesh)
 
     def sharding(spec: Any) -> Any:
         return NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec
 
     specs = pspec_for(tree_or_axes, mapping, where)
     return jax.tree_util.tree_map(sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def _mesh_or_error(mesh: MeshLike | None) -> MeshLike:
-    if mesh is None:
-        raise NoMeshError("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
-    return mesh
 
 
 def physical_axis_size(axis: AxisLike, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> int | None:
@@ -206,26 +178,25 @@ def physical_axis_size(axis: AxisLike, mapping: MappingLike | None = None, mesh:
         8
     """
     found = resolve_mapping(mapping)
-    rule = None if found is None else found.rules.get(_name(axis))
+    rule = None if found is None else found.rules.get(axis_name(axis))
     if found is None or rule is None:
         return None
-    where = _mesh_or_error(resolve_mesh(mesh))
+    where = require_mesh(mesh)
     if isinstance(rule, First):
-        there = tuple(c for c in rule.candidates if all(n in where.shape for n in _mesh_axes(c)))
+        there = tuple(c for c in rule.candidates if all(n in where.shape for n in axis_names(c)))
         dividing = (c for c in there if isinstance(axis, str) or axis.size % _pieces(c, where) == 0)
         rule = next(dividing, there[0] if there else rule)
-    if isinstance(rule, First) or any(n not in where.shape for n in _mesh_axes(rule)):
-        gone = [n for n in mesh_axes_of(rule) if n not in where.shape]
+    if gone := [n for n in mesh_axes_of(rule) if n not in where.shape]:
         raise MeshAxisNotFoundError(
-            f"axis {_name(axis)} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(where)}"
+            f"axis {axis_name(axis)} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(where)}"
             + "".join(did_you_mean(n, list(where.shape)) for n in gone),
             fix="map the axis to a mesh axis that exists, or use first(..., None)",
         )
-    return None if rule is None else _pieces(rule, where)
+    return None if rule is None or isinstance(rule, First) else _pieces(rule, where)
 
 
 def _pieces(axes: MeshAxes, mesh: MeshLike) -> int:
-    return math.prod(mesh.shape[n] for n in _mesh_axes(axes))
+    return math.prod(mesh.shape[n] for n in axis_names(axes))
 
 
 def round_axis_for_partitioning(axis: Axis, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> Axis:

@@ -9,9 +9,9 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
-from namedshard._errors import CheckpointError, human_bytes
+from namedshard._errors import CheckpointError
 from namedshard._safetensors.folder import INDEX, SINGLE, is_ours, partial_of, shard_names
 from namedshard._safetensors.index import find_abandoned, own_files
 from namedshard._safetensors.outgoing import File
@@ -25,48 +25,36 @@ class PartialFile:
         self.final = final
         self.name = f".{name}.{secrets.token_hex(6)}.partial"
         self._path = os.path.join(directory, self.name)
-        self._committed = False
-        self._fd: int | None = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._size = size
+        self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._size = size
 
     def write(self, offset: int, data: memoryview) -> None:
         """Put bytes at an offset."""
-        assert self._fd is not None
         while len(data):
             done = os.pwrite(self._fd, data, offset)
             offset, data = offset + done, data[done:]
 
     def finish(self) -> None:
         """Bring all bytes to the disk."""
-        assert self._fd is not None
         os.ftruncate(self._fd, self._size)
         os.fsync(self._fd)
 
     def commit(self) -> None:
         """Give the file its name."""
         os.replace(self._path, self.final)
-        self._committed = True
+        self._path = self.final
 
-    def withdraw(self) -> None:
-        """Take the file away again, also after `commit`: only for names that nothing refers to yet."""
-        self._remove(self.final if self._committed else self._path)
-
-    def close(self) -> None:
-        """Give up the lock; what was not committed is removed."""
-        if not self._committed:
-            self._remove(self._path)
-        elif self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _remove(self, path: str) -> None:
-        if self._fd is not None:
+    def close(self, *, withdraw: bool = False) -> None:
+        """Give up the lock. Removes what was not committed; ``withdraw`` also what was, if nothing refers to it yet."""
+        if self._fd < 0:
+            return
+        if withdraw or self._path != self.final:
             with contextlib.suppress(OSError):
-                os.unlink(path)
-            os.close(self._fd)
-            self._fd = None
+                os.unlink(self._path)
+        os.close(self._fd)
+        self._fd = -1
 
 
 def sync_directory(directory: str) -> None:
@@ -78,26 +66,6 @@ def sync_directory(directory: str) -> None:
         os.close(fd)
 
 
-def remove_leftovers(directory: str, mine: Callable[[str], bool]) -> None:
-    """Remove partial files for names of some kind that no living process writes."""
-    for name in os.listdir(directory or "."):
-        wanted = partial_of(name)
-        if wanted is not None and mine(wanted):
-            remove_unlocked(os.path.join(directory, name))
-
-
-def remove_unlocked(path: str) -> None:
-    """Remove a file, unless a process that is still saving holds it."""
-    with contextlib.suppress(OSError):
-        # Some network file systems lock only what is open for writing; files that are not for writing are removed too.
-        fd = os.open(path, (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY) | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-        finally:
-            os.close(fd)
-
-
 class Destination:
     """Where a checkpoint is saved: a folder, or one file in it.
 
@@ -106,12 +74,12 @@ class Destination:
         placed: Whether readers find the new checkpoint.
     """
 
-    def __init__(self, directory: str, single: str | None, nbytes: int) -> None:
+    def __init__(self, directory: str, single: str | None, what: str) -> None:
         self.names: list[str] = []
         self.placed = False
         self._directory = directory
         self._single = single
-        self._what = f"{directory}: the checkpoint ({human_bytes(nbytes)})"
+        self._what = what
         self._old: set[str] = set()
         self._index: PartialFile | None = None
 
@@ -122,17 +90,16 @@ class Destination:
 
     def prepare(self, count: int) -> None:
         """Make the folder, remove what a crash has left there, and find names for this many files."""
-        single = self._single
         try:
             os.makedirs(self._directory, exist_ok=True)
-            if single is not None:
-                remove_leftovers(self._directory, lambda name: name == single)
-                self.names = [single]
+            partial = ((name, partial_of(name)) for name in os.listdir(self._directory))
+            if self._single is not None:
+                self._remove_unlocked(name for name, final in partial if final == self._single)
+                self.names = [self._single]
                 return
             # A partial index is what shows that shards were abandoned, so it is removed after them.
-            for name in find_abandoned(self._directory):
-                remove_unlocked(self._path(name))
-            remove_leftovers(self._directory, is_ours)
+            self._remove_unlocked(find_abandoned(self._directory))
+            self._remove_unlocked(name for name, final in partial if final is not None and is_ours(final))
             self._old = own_files(self._directory)
             # Until it is replaced, an index refers to the very file that it names.
             alone = count == 1 and SINGLE not in self._old
@@ -180,6 +147,18 @@ class Destination:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
+    def _remove_unlocked(self, names: Iterable[str]) -> None:
+        """Remove files, unless a process that is still saving holds them."""
+        for path in map(self._path, names):
+            with contextlib.suppress(OSError):
+                # Some network file systems lock only what is open for writing; read-only files are removed too.
+                fd = os.open(path, (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY) | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+                finally:
+                    os.close(fd)
+
     def _remove_old(self) -> None:
         """Remove the previous checkpoint, its index first: until that is gone, it is what readers find."""
         if not self.indexed and os.path.lexists(self._path(INDEX)):
@@ -200,8 +179,7 @@ class Destination:
                     os.unlink(path)
             except OSError as error:
                 lines.append(f"{name}: {error.strerror}")
-        for name in find_abandoned(self._directory):
-            remove_unlocked(self._path(name))
+        self._remove_unlocked(find_abandoned(self._directory))
         if lines:
             raise CheckpointError(
                 f"{self._what} is in place, but files of the one before cannot be removed",

@@ -4,9 +4,9 @@ Haliax's modules may rename, flatten, transpose, split and scale on their way in
 code. That code is traced, on shapes only, and every operation in it that merely copies is followed backwards.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import haliax.state_dict
@@ -15,6 +15,7 @@ import numpy as np
 from haliax import NamedArray
 from haliax.nn import BlockSeq, Stacked
 
+from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._safetensors.layout import NotACopy, View, concatenate, identity
@@ -42,11 +43,7 @@ def is_stacked(node: Any) -> bool:
 
 
 def trace_export(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
-    """For each tensor of a module's state dict its name (without prefix), what it is, and the paths of all leaves.
-
-    Raises:
-        Exception: Whatever the module's own code raises.
-    """
+    """For each tensor of a module's state dict its name (without prefix), what it is, and the paths of all leaves."""
     arrays_only = _without_empty_names(eqx.filter(module, is_array_like))
     paths = tuple(leaf.path for leaf in named_leaves(arrays_only))
     leaves, treedef = jax.tree_util.tree_flatten(arrays_only)
@@ -69,13 +66,11 @@ def _without_empty_names(module: Any) -> Any:
     return jax.tree_util.tree_map(emptied, module, is_leaf=lambda x: isinstance(x, NamedArray))
 
 
-Trace = tuple[tuple[str, View | NotACopy], ...]
-"""Each tensor of a state dict: its name, and what it is."""
-
-_traces: BoundedCache[Trace] = BoundedCache(1024)
+_Trace: TypeAlias = tuple[tuple[str, View | NotACopy], ...]
+_traces: BoundedCache[_Trace] = BoundedCache(1024)
 
 
-def _trace(treedef: PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> Trace:
+def _trace(treedef: PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> _Trace:
     names: list[str] = []
 
     def export(*arrays: jax.Array) -> list[Any]:
@@ -88,11 +83,7 @@ def _trace(treedef: PyTreeDef, shapes: tuple[tuple[tuple[int, ...], Any], ...]) 
     inputs: list[Value] = [View(s, ((i, identity(s)),)) for i, (s, _) in enumerate(shapes)]
     outputs = _run(closed.jaxpr, [np.asarray(c) for c in closed.consts], inputs)
     plain = (value if isinstance(value, View | NotACopy) else NotACopy("a constant") for value in outputs)
-    return tuple((_unprefixed(name), value) for name, value in zip(names, plain, strict=True))
-
-
-def _unprefixed(name: str) -> str:
-    return name.removeprefix(_PREFIX).removeprefix(".") if name.startswith(_PREFIX) else name
+    return tuple((re.sub(rf"^{_PREFIX}\.?", "", name), value) for name, value in zip(names, plain, strict=True))
 
 
 def _run(jaxpr: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
@@ -122,11 +113,11 @@ def _step(eqn: Any, arguments: list[Value]) -> Sequence[Value]:
     for argument in arguments:
         if isinstance(argument, NotACopy):
             raise NotACopy(str(argument))
-    inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+    name = eqn.primitive.name
+    inner = compat.called(eqn)
     if inner is not None:
         consts = [np.asarray(c) for c in getattr(inner, "consts", ())]
         return _run(getattr(inner, "jaxpr", inner), consts, arguments)
-    name = eqn.primitive.name
     if not any(isinstance(argument, View) for argument in arguments):
         made = eqn.primitive.bind(*arguments, **eqn.params)
         return [np.asarray(x) for x in (made if eqn.primitive.multiple_results else [made])]
@@ -134,10 +125,6 @@ def _step(eqn: Any, arguments: list[Value]) -> Sequence[Value]:
         raise NotACopy(f"{name} is no copy")
     made = _RULES[name](eqn, arguments)
     return made if isinstance(made, list) else [made]
-
-
-def _same(eqn: Any, arguments: list[Any]) -> View:
-    return arguments[0]
 
 
 def _reshape(eqn: Any, arguments: list[Any]) -> View:
@@ -150,10 +137,6 @@ def _broadcast(eqn: Any, arguments: list[Any]) -> View:
     if arguments[0].size != eqn.outvars[0].aval.size:
         raise NotACopy("a broadcast repeats elements")
     return _reshape(eqn, arguments)
-
-
-def _transpose(eqn: Any, arguments: list[Any]) -> View:
-    return arguments[0].transpose(eqn.params["permutation"])
 
 
 def _slice(eqn: Any, arguments: list[Any]) -> View:
@@ -170,24 +153,15 @@ def _dynamic_slice(eqn: Any, arguments: list[Any]) -> View:
     return view.slice(starts, [a + k for a, k in zip(starts, sizes, strict=True)])
 
 
-def _cut(view: View, axis: int, sizes: Iterable[int]) -> list[View]:
-    out: list[View] = []
-    at = 0
-    for size in sizes:
-        start, stop = [0] * len(view.shape), list(view.shape)
-        start[axis], stop[axis] = at, at + size
-        out.append(view.slice(start, stop))
-        at += size
-    return out
-
-
 def _split(eqn: Any, arguments: list[Any]) -> list[View]:
-    return _cut(arguments[0], eqn.params["axis"], [int(size) for size in eqn.params["sizes"]])
-
-
-def _unstack(eqn: Any, arguments: list[Any]) -> list[View]:
-    pieces = _cut(arguments[0], eqn.params["axis"], [1] * len(eqn.outvars))
-    return [piece.reshape(var.aval.shape) for piece, var in zip(pieces, eqn.outvars, strict=True)]
+    view, axis = arguments[0], eqn.params["axis"]
+    ends = np.cumsum(eqn.params.get("sizes", [1] * len(eqn.outvars))).tolist()
+    out: list[View] = []
+    for first, last, var in zip([0, *ends], ends, eqn.outvars, strict=False):
+        start, stop = [0] * len(view.shape), list(view.shape)
+        start[axis], stop[axis] = first, last
+        out.append(view.slice(start, stop).reshape(var.aval.shape))
+    return out
 
 
 def _concatenate(eqn: Any, arguments: list[Any]) -> View:
@@ -196,26 +170,19 @@ def _concatenate(eqn: Any, arguments: list[Any]) -> View:
     return concatenate(arguments, eqn.params["dimension"])
 
 
-def _scaled(by: Callable[[float, float], float], eqn: Any, arguments: list[Any]) -> View:
+def _scale(eqn: Any, arguments: list[Any]) -> View:
     view, factor = arguments
-    if isinstance(factor, View) and by is _times:
+    if isinstance(factor, View) and eqn.primitive.name == "mul":
         view, factor = factor, view
-    if (
-        isinstance(factor, View)
-        or not isinstance(view, View)
-        or factor.size != 1
-        or view.shape != eqn.outvars[0].aval.shape
-    ):
+    one = not isinstance(factor, View) and factor.size == 1
+    if not one or not isinstance(view, View) or view.shape != eqn.outvars[0].aval.shape:
         raise NotACopy(f"{eqn.primitive.name} is no copy")
-    return view.scaled(by(1.0, float(factor.reshape(()))))
+    by = float(np.reshape(factor, ()))
+    return view.scaled(by if eqn.primitive.name == "mul" else 1.0 / by)
 
 
-def _times(a: float, b: float) -> float:
-    return a * b
-
-
-def _over(a: float, b: float) -> float:
-    return a / b
+def _same(eqn: Any, arguments: list[Any]) -> View:
+    return arguments[0]
 
 
 _RULES: dict[str, Callable[[Any, list[Any]], View | list[View]]] = {
@@ -223,17 +190,12 @@ _RULES: dict[str, Callable[[Any, list[Any]], View | list[View]]] = {
     "squeeze": _reshape,
     "expand_dims": _reshape,
     "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
+    "transpose": lambda eqn, arguments: arguments[0].transpose(eqn.params["permutation"]),
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "split": _split,
-    "unstack": _unstack,
+    "unstack": _split,
     "concatenate": _concatenate,
-    "convert_element_type": _same,
-    "copy": _same,
-    "copy_p": _same,
-    "sharding_constraint": _same,
-    "optimization_barrier": _same,
-    "mul": functools.partial(_scaled, _times),
-    "div": functools.partial(_scaled, _over),
+    **dict.fromkeys(("mul", "div"), _scale),
+    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier"), _same),
 }

@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import ml_dtypes
@@ -21,36 +22,35 @@ MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(kind)
-    for name, kind in {
-        "BOOL": np.bool_,
-        "U8": np.uint8,
-        "I8": np.int8,
-        "U16": np.uint16,
-        "I16": np.int16,
-        "U32": np.uint32,
-        "I32": np.int32,
-        "U64": np.uint64,
-        "I64": np.int64,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "F32": np.float32,
-        "F64": np.float64,
-        "C64": np.complex64,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-        "F6_E2M3": ml_dtypes.float6_e2m3fn,
-        "F6_E3M2": ml_dtypes.float6_e3m2fn,
-        "F4": ml_dtypes.float4_e2m1fn,
-    }.items()
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F6_E2M3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "F6_E3M2": np.dtype(ml_dtypes.float6_e3m2fn),
+    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
 }
 """The format's names of dtypes. The last three are packed: several values to a byte."""
 
 CODES: dict[np.dtype[Any], str] = {dtype: code for code, dtype in DTYPES.items()}
 PACKED_BITS = {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Characters that UTF-8 has not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,11 +78,7 @@ class TensorInfo:
 
 
 def header_length(prefix: bytes, file: str, size: int) -> int:
-    """The header's length, from a file's first eight bytes and its size.
-
-    Raises:
-        HeaderError: The file is too short for any header, or for the one that it announces.
-    """
+    """The header's length, from a file's first eight bytes and its size."""
     if len(prefix) < LENGTH_BYTES or size < LENGTH_BYTES:
         raise HeaderError(
             f"{file} is no safetensors file: it has {size} bytes, and its header's length takes {LENGTH_BYTES}",
@@ -110,11 +106,11 @@ def _looks_like(prefix: bytes) -> str:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {twice!r} occurs twice")
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"key {key!r} occurs twice")
+        out[key] = value
     return out
 
 
@@ -123,11 +119,7 @@ def _no_constant(text: str) -> Any:
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes.
-
-    Raises:
-        HeaderError: The bytes are no UTF-8, no JSON, no object, hold a key twice, or are nested too deeply.
-    """
+    """A JSON object from untrusted bytes."""
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -138,26 +130,10 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
     return cast("dict[str, Any]", parsed)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _counts(value: object) -> tuple[int, ...] | None:
-    if isinstance(value, list) and all(map(_is_count, cast("list[Any]", value))):
+def _counts(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in cast("list[Any]", value)):
         return tuple(cast("list[int]", value))
     return None
-
-
-def _elements(shape: Sequence[int]) -> int | None:
-    """How many elements there are, or None for more than 64 bits count: a header may list many huge sizes."""
-    if 0 in shape:
-        return 0
-    count = 1
-    for n in shape:
-        count *= n
-        if count >= 2**63:
-            return None
-    return count
 
 
 def _shown(name: str) -> str:
@@ -165,40 +141,34 @@ def _shown(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def _bad_name(name: str) -> str:
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return f"{name!r}: the name is not valid Unicode"
-    return ""
-
-
-def _entry(name: str, entry: object, file: str, data_start: int) -> TensorInfo | str:
+def _entry(name: str, entry: Any, file: str, data_start: int) -> TensorInfo | str:
     """The tensor, or what is wrong with its entry."""
-    if bad := _bad_name(name):
-        return bad
+    if SURROGATES.search(name):
+        return "the name is not valid Unicode"
     if not isinstance(entry, dict):
-        return f"{_shown(name)}: the entry is {json.dumps(entry)[:40]}, not an object"
+        return f"the entry is {json.dumps(entry)[:40]}, not an object"
     fields = cast("dict[str, Any]", entry)
     if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in fields]:
-        return f"{_shown(name)}: the entry has no {' and no '.join(missing)}"
+        return f"the entry has no {' and no '.join(missing)}"
     code = fields["dtype"]
     if not isinstance(code, str) or code not in DTYPES:
-        return f"{_shown(name)}: dtype {code!r} is not known"
+        return f"dtype {code!r} is not known"
     shape = _counts(fields["shape"])
     if shape is None:
-        return f"{_shown(name)}: shape {json.dumps(fields['shape'])[:80]} is not a list of sizes"
+        return f"shape {json.dumps(fields['shape'])[:80]} is not a list of sizes"
     offsets = _counts(fields["data_offsets"])
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"{_shown(name)}: data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
-    if mismatch := _size_mismatch(code, shape, *offsets):
-        return f"{_shown(name)}: {mismatch}"
-    return TensorInfo(shape, DTYPES[code], file, data_start + offsets[0], data_start + offsets[1])
+        return f"data_offsets {json.dumps(fields['data_offsets'])[:80]} are not a start and a stop"
+    mismatch = _size_mismatch(code, shape, *offsets)
+    return mismatch or TensorInfo(shape, DTYPES[code], file, data_start + offsets[0], data_start + offsets[1])
 
 
 def _size_mismatch(code: str, shape: tuple[int, ...], start: int, stop: int) -> str:
-    count = _elements(shape)
-    bits = None if count is None else count * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
+    bits = 0
+    if 0 not in shape:
+        # A header may list many huge sizes, whose product would take long.
+        huge = math.prod(map(float, shape)) >= 2.0**63
+        bits = None if huge else math.prod(shape) * PACKED_BITS.get(code, 8 * DTYPES[code].itemsize)
     if bits == (stop - start) * 8:
         return ""
     need = f"over {2**63}" if bits is None else f"{bits // 8}" if bits % 8 == 0 else f"{bits}/8"
@@ -206,40 +176,30 @@ def _size_mismatch(code: str, shape: tuple[int, ...], start: int, stop: int) -> 
     return f"{code}[{listed}] takes {need} bytes, but bytes {start} to {stop} are {stop - start}"
 
 
-def _uncovered(tensors: Sequence[tuple[str, TensorInfo]], data_start: int, size: int) -> list[str]:
+def _uncovered(tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> list[str]:
     """Overlaps, gaps, and bytes beyond the file or beyond the last tensor."""
-    lines: list[str] = []
-    named = [(_shown(name), info) for name, info in tensors]
-    for name, info in named:
-        if info.stop > size:
-            lines.append(f"{name}: takes bytes {info.start} to {info.stop}, but the file ends at byte {size}")
-    ordered = sorted(named, key=lambda item: (item[1].start, item[1].stop))
+    lines = [
+        f"{_shown(name)}: takes bytes {info.start} to {info.stop}, but the file ends at byte {size}"
+        for name, info in tensors.items()
+        if info.stop > size
+    ]
     at, last = data_start, "the header"
-    for name, info in ordered:
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start < at:
-            lines.append(f"{name}: begins at byte {info.start}, inside {last}, which ends at byte {at}")
+            lines.append(f"{_shown(name)}: begins at byte {info.start}, inside {last}, which ends at byte {at}")
         elif info.start > at:
-            lines.append(f"{name}: begins at byte {info.start}, but {last} ends at byte {at}")
+            lines.append(f"{_shown(name)}: begins at byte {info.start}, but {last} ends at byte {at}")
         if info.stop >= at:
-            at, last = info.stop, name
+            at, last = info.stop, _shown(name)
     if at < size:
         lines.append(f"{size - at} bytes follow {last}, which ends at byte {at} of {size}")
     return lines
 
 
-def parse_header(raw: bytes, file: str, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors and the metadata of one file.
+def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
+    """The tensors of one file, in the header's order, from the header's bytes, the file's name and its size.
 
-    Args:
-        raw: The header's bytes, without the eight of its length.
-        file: The file's name, for `TensorInfo` and messages.
-        size: The file's size in bytes.
-
-    Returns:
-        Tensors by name, in the header's order, and the file's own metadata.
-
-    Raises:
-        HeaderError: The header is not valid, or does not cover the file's bytes exactly; lists every bad tensor.
+    All bad tensors are listed if the header is not valid, or does not cover the file's bytes exactly.
     """
     fields = parse_json(raw, f"{file}: the header")
     metadata = fields.pop(METADATA_KEY, {})
@@ -247,16 +207,18 @@ def parse_header(raw: bytes, file: str, size: int) -> tuple[dict[str, TensorInfo
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast("dict[str, Any]", metadata).values()):
         lines.append(f"{METADATA_KEY}: not an object of strings")
     data_start = LENGTH_BYTES + len(raw)
-    found = [(name, _entry(name, entry, file, data_start)) for name, entry in fields.items()]
-    lines += [entry for _, entry in found if isinstance(entry, str)]
-    tensors = [(name, entry) for name, entry in found if isinstance(entry, TensorInfo)]
-    if not lines:
-        lines = _uncovered(tensors, data_start, size)
-    if lines:
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in fields.items():
+        found = _entry(name, entry, file, data_start)
+        if isinstance(found, TensorInfo):
+            tensors[name] = found
+        else:
+            lines.append(f"{_shown(name)}: {found}")
+    if lines := lines or _uncovered(tensors, data_start, size):
         raise HeaderError(
             f"{file}: the header does not describe the file's {size} bytes", lines, fix="fetch the file again"
         )
-    return dict(tensors), cast("dict[str, str]", metadata)
+    return tensors
 
 
 def encode_header(

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 from urllib.parse import unquote
@@ -13,6 +13,7 @@ from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, 
 from namedshard._safetensors.header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
+    SURROGATES,
     TensorInfo,
     header_length,
     parse_header,
@@ -31,7 +32,7 @@ def _header_of(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
     source = files[name]
     prefix = _read(source, 0, min(LENGTH_BYTES, source.size))
     length = header_length(prefix, name, source.size)
-    return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)[0]
+    return parse_header(_read(source, LENGTH_BYTES, length), name, source.size)
 
 
 def _weight_map(name: str, files: OpenFiles) -> dict[str, str]:
@@ -42,7 +43,7 @@ def _weight_map(name: str, files: OpenFiles) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise HeaderError(f"{name}: the index has no weight_map from tensor to file")
     entries = cast("dict[str, Any]", weight_map)
-    if bad := [f"{tensor}: {_why_refused(file)}" for tensor, file in entries.items() if _why_refused(file)]:
+    if bad := [f"{tensor}: {why}" for tensor, file in entries.items() if (why := _why_refused(file))]:
         raise HeaderError(f"{name}: the index names files that may not be read", bad)
     return cast("dict[str, str]", entries)
 
@@ -57,7 +58,7 @@ def _why_refused(file: object) -> str:
         return f"{file!r} leaves the checkpoint's directory"
     if not plain or plain.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", plain) or "://" in plain:
         return f"{file!r} is not a relative path"
-    if "\0" in plain or any(0xD800 <= ord(c) < 0xE000 for c in plain):
+    if "\0" in plain or SURROGATES.search(plain):
         return f"{file!r} is not a file name"
     return ""
 
@@ -67,28 +68,24 @@ def _plain(path: str) -> str:
     return path.partition("?")[0] if is_url(path) else path
 
 
-def _sibling(name: str, other: str) -> str:
-    directory, slash, _ = _plain(name).rpartition("/")
-    return f"{directory}{slash}{other}"
-
-
 def _read_headers(name: str, weight_map: Mapping[str, str], files: OpenFiles) -> dict[str, dict[str, TensorInfo]]:
     """The header of each file of an index."""
-    paths = {file: _sibling(name, file) for file in weight_map.values()}
+    directory, slash, _ = _plain(name).rpartition("/")
+    paths = {file: f"{directory}{slash}{file}" for file in weight_map.values()}
     headers: dict[str, dict[str, TensorInfo]] = {}
     absent: list[str] = []
 
     def read(path: str) -> dict[str, TensorInfo] | CheckpointError:
         try:
             return _header_of(path, files)
+        except HeaderError:
+            raise
         except CheckpointError as error:
             return error
 
     # Of a remote checkpoint, the headers of many files take long to arrive one by one.
     with ThreadPoolExecutor(8, thread_name_prefix="namedshard-headers") as pool:
         for file, found in zip(paths, pool.map(read, paths.values()), strict=True):
-            if isinstance(found, HeaderError):
-                raise found
             if isinstance(found, CheckpointError):
                 count = list(weight_map.values()).count(file)
                 absent.append(f"{file} ({count} tensor{'s' * (count != 1)}): {str(found).splitlines()[0]}")
@@ -117,11 +114,7 @@ def _from_index(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
 
 
 def referenced_files(index: str) -> set[str]:
-    """The files that a local index names; none if there is no index.
-
-    Raises:
-        CheckpointError: There is one, which cannot be read.
-    """
+    """The files that a local index names; none if there is no index."""
     if not os.path.lexists(index):
         return set()
     with OpenFiles() as files:
@@ -161,22 +154,16 @@ def _listing(directory: str) -> list[str]:
 
 
 def _from_directory(directory: str, files: OpenFiles) -> dict[str, TensorInfo]:
-    base = directory if directory.endswith("/") else directory + "/"
+    base = directory.removesuffix("/") + "/"
     names = names_in(directory, (INDEX, SINGLE)) if is_url(directory) else _listing(directory)
-    first, *others = select_files(directory, names)
-    if first.endswith(INDEX_SUFFIX):
-        return _from_index(base + first, files)
-    return _from_files(base, [first, *others], files)
-
-
-def _from_files(base: str, names: Sequence[str], files: OpenFiles) -> dict[str, TensorInfo]:
+    selected = select_files(directory, names)
+    if selected[0].endswith(INDEX_SUFFIX):
+        return _from_index(base + selected[0], files)
     found: dict[str, TensorInfo] = {}
     twice: list[str] = []
-    for name in names:
+    for name in selected:
         header = _header_of(base + name, files)
-        twice += [
-            f"{tensor}: in {os.path.basename(found[tensor].file)} and {name}" for tensor in header if tensor in found
-        ]
+        twice += [f"{t}: in {os.path.basename(found[t].file)} and {name}" for t in header if t in found]
         found |= header
     if twice:
         raise HeaderError(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-Bounds = tuple[tuple[int, int], ...]
-"""Start and stop along each dimension of a leaf, or along each atom of a part."""
+from namedshard._place.boxes import shape_of, whole
+from namedshard._types import Bounds
 
 
 class Atom(NamedTuple):
@@ -44,7 +44,7 @@ class Part:
     @property
     def whole(self) -> Bounds:
         """The box of all atoms."""
-        return tuple((0, atom.extent) for atom in self.atoms)
+        return whole(atom.extent for atom in self.atoms)
 
 
 def identity(shape: Sequence[int]) -> Part:
@@ -86,24 +86,24 @@ def _ranges(steps: Sequence[tuple[int, int]], lo: int, hi: int) -> Iterator[Boun
             yield ((i, i + 1), *box)
 
 
+def _boxes(atoms: Sequence[tuple[int, int, int]], start: Sequence[int], bounds: Bounds) -> Iterator[Bounds]:
+    """Boxes of the atoms (extent, dimension, step), disjoint, that make up the indices within the bounds."""
+    order: list[int] = []
+    per_dim: list[list[Bounds]] = []
+    for dim, (lo, hi) in enumerate(bounds):
+        mine = sorted((k for k, atom in enumerate(atoms) if atom[1] == dim), key=lambda k: -atoms[k][2])
+        steps = [(atoms[k][0], atoms[k][2]) for k in mine]
+        per_dim.append(list(_ranges(steps, lo - start[dim], hi - start[dim])))
+        order += mine
+    for choice in itertools.product(*per_dim):
+        box = dict(zip(order, itertools.chain(*choice), strict=True))
+        if all(lo < hi for lo, hi in box.values()):
+            yield tuple(box[k] for k in range(len(atoms)))
+
+
 def boxes_in(part: Part, bounds: Bounds) -> list[Bounds]:
     """Boxes of the part's atoms, disjoint, that cover what it has within the bounds of the leaf."""
-    per_dim: list[list[tuple[list[int], Bounds]]] = []
-    for dim, (lo, hi) in enumerate(bounds):
-        mine = [k for k, a in enumerate(part.atoms) if a.leaf_dim == dim]
-        mine.sort(key=lambda k: -part.atoms[k].leaf_step)
-        steps = [(part.atoms[k].extent, part.atoms[k].leaf_step) for k in mine]
-        base = part.start[dim]
-        per_dim.append([(mine, box) for box in _ranges(steps, lo - base, hi - base)])
-    out: list[Bounds] = []
-    for choice in itertools.product(*per_dim):
-        box = [(0, 0)] * len(part.atoms)
-        for mine, ranges in choice:
-            for k, bound in zip(mine, ranges, strict=True):
-                box[k] = bound
-        if all(lo < hi for lo, hi in box):
-            out.append(tuple(box))
-    return out
+    return list(_boxes([(a.extent, a.leaf_dim, a.leaf_step) for a in part.atoms], part.start, bounds))
 
 
 def leaf_view(part: Part, box: Bounds, array: np.ndarray, origin: Sequence[int]) -> np.ndarray:
@@ -117,7 +117,7 @@ def leaf_view(part: Part, box: Bounds, array: np.ndarray, origin: Sequence[int])
     corner = array[(*(slice(i, None) for i in at), ...)]
     # numpy cannot stride over some of the dtypes that it does not know by name, but over their bytes.
     plain = corner.view(f"u{array.itemsize}") if array.itemsize in (1, 2, 4, 8) else corner
-    return np.lib.stride_tricks.as_strided(plain, [hi - lo for lo, hi in box], strides).view(array.dtype)
+    return np.lib.stride_tricks.as_strided(plain, shape_of(box), strides).view(array.dtype)
 
 
 def leaf_bounds(part: Part, box: Bounds) -> Bounds:
@@ -127,17 +127,6 @@ def leaf_bounds(part: Part, box: Bounds) -> Bounds:
         a, b = out[atom.leaf_dim]
         out[atom.leaf_dim] = (a + lo * atom.leaf_step, b + (hi - 1) * atom.leaf_step)
     return tuple(out)
-
-
-def volume(box: Bounds) -> int:
-    """Number of elements of a box."""
-    return math.prod(hi - lo for lo, hi in box)
-
-
-def overlap(a: Bounds, b: Bounds) -> Bounds | None:
-    """What two boxes share, or None."""
-    out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return out if all(lo < hi for lo, hi in out) else None
 
 
 def flat_offset(part: Part, box: Bounds) -> int:
@@ -199,38 +188,31 @@ class View:
     def transpose(self, permutation: Sequence[int]) -> "View":
         """Dimension ``i`` of the result is dimension ``permutation[i]``."""
         shape = tuple(self.shape[i] for i in permutation)
-        old, new = row_major(self.shape), row_major(shape)
-        moved = {old_dim: new[i] for i, old_dim in enumerate(permutation)}
-        parts = tuple((leaf, _restride(part, self.shape, old, moved)) for leaf, part in self.parts)
-        return dataclasses.replace(self, shape=shape, parts=parts)
+        strides = dict(zip(permutation, row_major(shape), strict=True))
+        return self._restride(shape, [strides[i] for i in range(len(shape))])
 
     def slice(self, start: Sequence[int], stop: Sequence[int]) -> "View":
         """Elements ``start[i]`` to ``stop[i]`` of each dimension."""
-        shape = tuple(b - a for a, b in zip(start, stop, strict=True))
-        old, new = row_major(self.shape), row_major(shape)
-        parts: list[tuple[int, Part]] = []
-        for leaf, part in self.parts:
-            parts += ((leaf, p) for p in _narrow(part, self.shape, old, new, tuple(zip(start, stop, strict=True))))
-        return dataclasses.replace(self, shape=shape, parts=tuple(parts))
+        bounds = tuple(zip(start, stop, strict=True))
+        shape = shape_of(bounds)
+        return self._restride(shape, row_major(shape), bounds=bounds)
 
     def shifted(self, shape: Sequence[int], at: Sequence[int]) -> "View":
         """This value as a corner of a larger one."""
-        old, new = row_major(self.shape), row_major(shape)
-        moved = dict(enumerate(new))
-        extra = sum(a * s for a, s in zip(at, new, strict=True))
-        parts: list[tuple[int, Part]] = []
-        for leaf, part in self.parts:
-            there = _restride(part, self.shape, old, moved)
-            parts.append((leaf, dataclasses.replace(there, offset=there.offset + extra)))
+        strides = row_major(shape)
+        return self._restride(shape, strides, offset=sum(a * s for a, s in zip(at, strides, strict=True)))
+
+    def _restride(
+        self, shape: Sequence[int], strides: Sequence[int], bounds: Bounds | None = None, offset: int = 0
+    ) -> "View":
+        """What is within the bounds, with one stride for each dimension of this value, in a value of another shape."""
+        bounds = bounds or whole(self.shape)
+        parts = ((leaf, p) for leaf, part in self.parts for p in _restride(part, self.shape, strides, bounds, offset))
         return dataclasses.replace(self, shape=tuple(shape), parts=tuple(parts))
 
 
 def concatenate(views: Sequence[View], dim: int) -> View:
-    """Values one after the other along a dimension.
-
-    Raises:
-        NotACopy: They were multiplied by different numbers.
-    """
+    """Values one after the other along a dimension."""
     if len({view.scale for view in views}) > 1:
         raise NotACopy("concatenate of values with different scales")
     shape = list(views[0].shape)
@@ -243,21 +225,17 @@ def concatenate(views: Sequence[View], dim: int) -> View:
     return View(tuple(shape), tuple(parts), views[0].scale)
 
 
-def _digits(offset: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    return [(offset // stride) % n if n else 0 for n, stride in zip(shape, strides, strict=True)]
-
-
 class _Placed(NamedTuple):
     atom: Atom
     dim: int
     step: int
 
 
-def _by_dimension(part: Part, shape: Sequence[int], strides: Sequence[int]) -> list[_Placed]:
+def _by_dimension(part: Part, shape: Sequence[int], start: Sequence[int]) -> list[_Placed]:
     """Each atom with the tensor dimension it runs along; atoms that run over an edge between two are split there."""
     out: list[_Placed] = []
     pending = list(part.atoms)
-    digits = _digits(part.offset, shape, strides)
+    strides = row_major(shape)
     while pending:
         atom = pending.pop()
         dim = next((d for d, (n, s) in enumerate(zip(shape, strides, strict=True)) if n > 1 and s <= atom.stride), None)
@@ -273,41 +251,24 @@ def _by_dimension(part: Part, shape: Sequence[int], strides: Sequence[int]) -> l
             continue
         out.append(_Placed(atom, dim, step))
     for dim, n in enumerate(shape):
-        if digits[dim] + sum((p.atom.extent - 1) * p.step for p in out if p.dim == dim) >= max(n, 1):
+        if start[dim] + sum((p.atom.extent - 1) * p.step for p in out if p.dim == dim) >= max(n, 1):
             raise NotACopy("reshape across a slice")
     return out
 
 
-def _sorted(atoms: Sequence[Atom], start: tuple[int, ...], offset: int) -> Part:
-    kept = [a for a in atoms if a.extent != 1]
-    return Part(tuple(sorted(kept, key=lambda a: -a.stride)), start, offset)
-
-
-def _restride(part: Part, shape: Sequence[int], strides: Sequence[int], moved: dict[int, int]) -> Part:
-    placed = _by_dimension(part, shape, strides)
-    digits = _digits(part.offset, shape, strides)
-    atoms = [p.atom._replace(stride=p.step * moved[p.dim]) for p in placed]
-    return _sorted(atoms, part.start, sum(d * moved[i] for i, d in enumerate(digits)))
-
-
-def _narrow(
-    part: Part, shape: Sequence[int], strides: Sequence[int], new: Sequence[int], bounds: Bounds
-) -> Iterator[Part]:
-    placed = _by_dimension(part, shape, strides)
-    digits = _digits(part.offset, shape, strides)
-    per_dim: list[list[tuple[list[_Placed], Bounds]]] = []
-    for dim, (lo, hi) in enumerate(bounds):
-        mine = sorted((p for p in placed if p.dim == dim), key=lambda p: -p.step)
-        steps = [(p.atom.extent, p.step) for p in mine]
-        per_dim.append([(mine, box) for box in _ranges(steps, lo - digits[dim], hi - digits[dim])])
-    for choice in itertools.product(*per_dim):
+def _restride(part: Part, shape: Sequence[int], strides: Sequence[int], bounds: Bounds, offset: int) -> Iterator[Part]:
+    if not part.size:
+        yield part
+        return
+    first = [part.offset // stride % n for n, stride in zip(shape, row_major(shape), strict=True)]
+    placed = _by_dimension(part, shape, first)
+    for box in _boxes([(p.atom.extent, p.dim, p.step) for p in placed], first, bounds):
         start = list(part.start)
-        index = [d - lo for d, (lo, _) in zip(digits, bounds, strict=True)]
+        at = offset + sum((i - lo) * stride for i, (lo, _), stride in zip(first, bounds, strides, strict=True))
         atoms: list[Atom] = []
-        for mine, ranges in choice:
-            for p, (lo, hi) in zip(mine, ranges, strict=True):
-                start[p.atom.leaf_dim] += lo * p.atom.leaf_step
-                index[p.dim] += lo * p.step
-                atoms.append(Atom(hi - lo, p.atom.leaf_dim, p.atom.leaf_step, p.step * new[p.dim]))
-        if all(a.extent > 0 for a in atoms):
-            yield _sorted(atoms, tuple(start), sum(i * s for i, s in zip(index, new, strict=True)))
+        for (atom, dim, step), (lo, hi) in zip(placed, box, strict=True):
+            start[atom.leaf_dim] += lo * atom.leaf_step
+            at += lo * step * strides[dim]
+            atoms.append(Atom(hi - lo, atom.leaf_dim, atom.leaf_step, step * strides[dim]))
+        kept = sorted((atom for atom in atoms if atom.extent != 1), key=lambda atom: -atom.stride)
+        yield Part(tuple(kept), tuple(start), at)

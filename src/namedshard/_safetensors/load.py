@@ -3,18 +3,18 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jaxtyping import PyTree
 
 from namedshard._errors import NarrowingError, at
-from namedshard._place import boxes, moves
+from namedshard._place import boxes, local
 from namedshard._place.gather import parse_bytes
 from namedshard._plan.mapping import MappingLike, Policy
 from namedshard._plan.mesh import MeshLike
 from namedshard._safetensors.index import find_tensors
-from namedshard._safetensors.layout import Bounds, boxes_in, volume
+from namedshard._safetensors.layout import boxes_in
 from namedshard._safetensors.names import Names
 from namedshard._safetensors.progress import Progress, reporting
 from namedshard._safetensors.ranges import ReadSettings, coalesce, plan_chunks
@@ -29,20 +29,14 @@ from namedshard._safetensors.targets import (
     Unexpected,
     resolve_targets,
 )
+from namedshard._types import Bounds
 
 
 def _local_bounds(target: Target) -> list[Bounds]:
     """The distinct shards of a leaf that this process's devices need."""
     if target.sharding is None:
-        return [tuple((0, n) for n in target.shape)]
-    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
-    return list(dict.fromkeys(boxes.bounds_of(index or (), target.shape) for index in indices))
-
-
-def _nbytes_read(target: Target, bounds: Bounds) -> int:
-    """The bytes of the file that a shard is made of."""
-    found = ((origin.info.dtype.itemsize, boxes_in(origin.part, bounds)) for origin in target.origins)
-    return sum(itemsize * volume(box) for itemsize, inside in found for box in inside)
+        return [boxes.whole(target.shape)]
+    return list(boxes.distinct_shards(target.shape, target.sharding))
 
 
 def _batches(
@@ -53,7 +47,7 @@ def _batches(
     held = 0
     for target in targets:
         for bounds in needed[target.index]:
-            size = target.dtype.itemsize * volume(bounds)
+            size = target.dtype.itemsize * boxes.volume(bounds)
             if batch and limit is not None and held + size > limit:
                 yield batch
                 batch, held = [], 0
@@ -62,20 +56,14 @@ def _batches(
     yield batch
 
 
-Batch = Sequence[tuple[Target, ShardBuffer]]
-
-
-def _allocate(target: Target, bounds: Bounds) -> ShardBuffer:
-    shape = tuple(hi - lo for lo, hi in bounds)
-    return ShardBuffer(bounds, boxes.aligned_empty(shape, target.dtype), target.check)
+Batch: TypeAlias = Sequence[tuple[Target, ShardBuffer]]
 
 
 def _jobs(batch: Batch, settings: Mapping[str, ReadSettings]) -> Iterator[tuple[str, Job]]:
     """Each file's name with one chunk to read from it."""
-    by_target: dict[int, tuple[Target, list[ShardBuffer]]] = {}
-    for target, shard in batch:
-        by_target.setdefault(target.index, (target, []))[1].append(shard)
-    for target, shards in by_target.values():
+    # The shards of a leaf follow one another in the batch.
+    for target, group in itertools.groupby(batch, key=lambda item: item[0]):
+        shards = [shard for _, shard in group]
         for origin in target.origins:
             requests = [(box, shard) for shard in shards for box in boxes_in(origin.part, shard.bounds)]
             info, wanted = origin.info, [box for box, _ in requests]
@@ -88,15 +76,12 @@ def _plan_reads(batch: Batch, files: OpenFiles, budget: int) -> list[Read]:
     """The reads that fill a batch of shards, in the order of their bytes."""
     names = dict.fromkeys(origin.info.file for target, _ in batch for origin in target.origins)
     settings = {name: limit_buffers(files[name].settings, budget) for name in names}
-    by_file: dict[str, list[Job]] = {}
+    by_file: dict[str, list[Job]] = {name: [] for name in names}
     for name, job in _jobs(batch, settings):
-        by_file.setdefault(name, []).append(job)
+        by_file[name].append(job)
     out: list[Read] = []
     for name, jobs in by_file.items():
-        out += (
-            Read(files[name], together[0].chunk.start, max(job.chunk.stop for job in together), together)
-            for together in _group_jobs(jobs, settings[name])
-        )
+        out += (Read(files[name], together) for together in _group_jobs(jobs, settings[name]))
     return sorted(out, key=lambda read: (read.source.name, read.start))
 
 
@@ -108,21 +93,17 @@ def _group_jobs(jobs: Sequence[Job], settings: ReadSettings) -> Iterator[tuple[J
     yield from ((job,) for job in jobs if job.chunk.outer)
 
 
-def _extremes(values: Sequence[Any]) -> str:
-    low, high = str(min(values)), str(max(values))
-    return f"{low} does" if low == high else f"{low} and {high} do"
-
-
 def _raise_unfit(batch: Batch) -> None:
     found: dict[tuple[str, str, str], list[Any]] = {}
     for target, shard in batch:
-        for name, ends in shard.unfit.items():
-            found.setdefault((target.path, name, str(target.dtype)), []).extend(v for v in ends if v is not None)
-    if found:
-        lines = [
-            f"{at(path)}: tensor {name!r}: {_extremes(values)} not fit {dtype}"
-            for (path, name, dtype), values in found.items()
-        ]
+        for name, values in shard.unfit.items():
+            found.setdefault((target.path, name, str(target.dtype)), []).extend(values)
+    lines: list[str] = []
+    for (path, name, dtype), values in found.items():
+        low, high = str(min(values)), str(max(values))
+        shown = f"{low} does" if low == high else f"{low} and {high} do"
+        lines.append(f"{at(path)}: tensor {name!r}: {shown} not fit {dtype}")
+    if lines:
         raise NarrowingError(
             f"{len(lines)} {'tensor holds' if len(lines) == 1 else 'tensors hold'} values that do not fit",
             lines,
@@ -133,14 +114,17 @@ def _raise_unfit(batch: Batch) -> None:
 def _assemble(target: Target, shards: Mapping[Bounds, Any]) -> jax.Array:
     """A leaf's array from its shards of this process: host memory, or lists of arrays on devices."""
     if any(isinstance(data, list) for data in shards.values()):
-        return moves.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
-    return moves.from_pieces(target.shape, target.dtype, target.sharding, shards)
+        return local.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
+    return local.from_pieces(target.shape, target.dtype, target.sharding, shards)
 
 
 def _read_batch(
     wanted: Sequence[tuple[Target, Bounds]], files: OpenFiles, budget: int, advance: Callable[[int], None]
 ) -> Batch:
-    batch = [(target, _allocate(target, bounds)) for target, bounds in wanted]
+    batch: list[tuple[Target, ShardBuffer]] = []
+    for target, bounds in wanted:
+        memory = boxes.aligned_empty(boxes.shape_of(bounds), target.dtype)
+        batch.append((target, ShardBuffer(bounds, memory, target.check)))
     execute_reads(_plan_reads(batch, files, budget), advance)
     _raise_unfit(batch)
     return batch
@@ -148,12 +132,12 @@ def _read_batch(
 
 def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
-    staged = not all(moves.in_host_memory(t.sharding) for t in targets)
+    staged = not all(local.on_cpus(t.sharding) for t in targets)
     needed = {t.index: _local_bounds(t) for t in targets}
     # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
     arrays = {t.index: _assemble(t, {}) for t in targets if not needed[t.index]}
     shards: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
-    total = sum(_nbytes_read(t, bounds) for t in targets for bounds in needed[t.index])
+    total = sum(origin.nbytes_in(bounds) for t in targets for bounds in needed[t.index] for origin in t.origins)
     # While one batch is on its way to the devices, the next is read.
     in_flight: list[jax.Array] = []
     with reporting(progress, total, "loading") as advance:
@@ -162,7 +146,7 @@ def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Pr
             for target, shard in _read_batch(wanted, files, budget // 2, advance):
                 data = shard.array
                 if staged:
-                    data = moves.onto_devices(target.shape, target.sharding, shard.bounds, data)
+                    data = local.onto_devices(target.shape, target.sharding, shard.bounds, data)
                     placed += data
                 shards[target.index][shard.bounds] = data
                 if len(shards[target.index]) == len(needed[target.index]):

@@ -1,12 +1,12 @@
 """PURE. Leaf paths to tensor names and layouts, as Haliax's state dicts have them, and back."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import equinox as eqx
 import jax
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
 from namedshard._errors import CheckpointError, at, did_you_mean
 from namedshard._plan.leaves import is_array_like, named_leaves, path_string
@@ -56,63 +56,40 @@ class Unknown:
 
 def join(prefix: str | None, key: str | None) -> str | None:
     """``prefix.key``, either of which may be absent."""
-    if prefix is None or key is None:
-        return key if prefix is None else prefix
-    return f"{prefix}.{key}"
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("name", "idx", "key"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    present = [name for name in (prefix, key) if name is not None]
+    return ".".join(present) if present else None
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    def stop(x: Any) -> bool:
-        return x is not node
-
-    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=stop)[0]
+    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     return [(path[0], child) for path, child in flat if path]
 
 
 def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
     """One layer's module with abstract arrays, and which dimension of each leaf counts the layers, if any."""
     dims: dict[str, int | None] = {}
+    block = stacked.Block
 
     def cut(path: tuple[Any, ...], x: Any) -> Any:
-        array = x.array if isinstance(x, NamedArray) else x
+        array: Any = x.array if isinstance(x, NamedArray) else x
         if not is_array_like(array):
             return x
-        axes = _fitting_axes(x)
-        dim = dims[path_string(path)] = _layer_dim(array.shape, axes, stacked.Block)
-        if axes is None or dim is None:
-            return (array if axes is None else x) if dim is None else _without(array, dim)
-        return NamedArray(cast("Any", _without(array, dim)), (*axes[:dim], *axes[dim + 1 :]))
+        try:
+            axes = tuple(x.axes) if isinstance(x, NamedArray) else None
+        except ValueError:
+            # Names that do not fit.
+            axes = None
+        if axes is None:
+            dim = 0 if tuple(array.shape[:1]) == (block.size,) else None
+        else:
+            dim = next((i for i, axis in enumerate(axes) if axis.name == block.name), None)
+        dims[path_string(path)] = dim
+        if dim is not None:
+            array = jax.ShapeDtypeStruct((*array.shape[:dim], *array.shape[dim + 1 :]), array.dtype)
+            axes = axes and (*axes[:dim], *axes[dim + 1 :])
+        return array if axes is None else NamedArray(array, axes)
 
-    def stop(x: Any) -> bool:
-        return isinstance(x, NamedArray)
-
-    layer = jax.tree_util.tree_map_with_path(cut, stacked.stacked, is_leaf=stop)
-    return layer, dims
-
-
-def _fitting_axes(x: Any) -> tuple[Axis, ...] | None:
-    """An array's named axes; None if it has no names, or none that fit it, and so is a plain one."""
-    try:
-        return tuple(x.axes) if isinstance(x, NamedArray) else None
-    except ValueError:
-        return None
-
-
-def _layer_dim(shape: tuple[int, ...], axes: Sequence[Axis] | None, block: Axis) -> int | None:
-    if axes is not None:
-        return next((i for i, axis in enumerate(axes) if axis.name == block.name), None)
-    return 0 if shape and shape[0] == block.size else None
-
-
-def _without(x: Any, dim: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
+    return jax.tree_util.tree_map_with_path(cut, stacked.stacked, is_leaf=lambda x: isinstance(x, NamedArray)), dims
 
 
 def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
@@ -134,7 +111,7 @@ def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tens
         if isinstance(node, eqx.Module) and hasattr(node, "_state_dict_key_map"):
             renamed = cast("Any", node)._state_dict_key_map()
         for key, child in _children(node):
-            name = _key_name(key)
+            name = jax.tree_util.keystr((key,), simple=True)
             yield from _walk(child, (*path, key), join(prefix, renamed.get(name, name)))
 
 
@@ -143,20 +120,17 @@ def _walk_stacked(node: Any, path: tuple[Any, ...], prefix: str | None) -> Itera
     here = path_string((*path, jax.tree_util.GetAttrKey("stacked")))
     for tensor in _walk(layer, (), None):
         if isinstance(tensor, Unknown):
-            yield dataclasses.replace(tensor, paths=_all_under(here, tensor.paths))
+            yield Unknown(tuple(_under(here, path) for path in tensor.paths), tensor.why)
             continue
-        stacked = [(_under(here, where), part, dims[where]) for where, part in tensor.parts]
-        if all(dim is None for _, _, dim in stacked):
-            yield Tensor(join(prefix, tensor.name) or "", tensor.shape, _of_layer(stacked, 0), tensor.scale)
-            continue
-        for i in range(node.Block.size):
-            name = join(join(prefix, str(i)), tensor.name or None) or ""
-            yield Tensor(name, tensor.shape, _of_layer(stacked, i), tensor.scale)
-
-
-def _of_layer(stacked: Sequence[tuple[str, Part, int | None]], index: int) -> tuple[tuple[str, Part], ...]:
-    """Parts (path, part of one layer, dimension that counts the layers) as parts of the stacked leaves."""
-    return tuple((where, part if dim is None else layer_of(part, dim, index)) for where, part, dim in stacked)
+        # What no leaf has once for each layer is stored once.
+        per_layer = any(dims[path] is not None for path in tensor.paths)
+        for i in range(node.Block.size if per_layer else 1):
+            parts: list[tuple[str, Part]] = []
+            for where, part in tensor.parts:
+                dim = dims[where]
+                parts.append((_under(here, where), part if dim is None else layer_of(part, dim, i)))
+            name = join(join(prefix, str(i) if per_layer else None), tensor.name or None)
+            yield Tensor(name or "", tensor.shape, tuple(parts), tensor.scale)
 
 
 def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
@@ -165,8 +139,8 @@ def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterat
     try:
         tensors = trace_export(node)
     except Exception as error:
-        paths = [leaf.path for leaf in named_leaves(node) if is_array_like(leaf.value)]
-        yield Unknown(_all_under(here, paths), f"{kind}.to_state_dict raises {type(error).__name__}: {error}")
+        paths = tuple(_under(here, leaf.path) for leaf in named_leaves(node) if is_array_like(leaf.value))
+        yield Unknown(paths, f"{kind}.to_state_dict raises {type(error).__name__}: {error}")
         return
     for name, value, paths in tensors:
         if isinstance(value, View):
@@ -174,7 +148,7 @@ def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterat
             yield Tensor(join(prefix, name or None) or "", value.shape, parts, value.scale)
         else:
             mine = [paths[i] for i in sorted(value.leaves)] or paths
-            yield Unknown(_all_under(here, mine), f"{kind} computes tensor {name!r}: {value}")
+            yield Unknown(tuple(_under(here, path) for path in mine), f"{kind} computes tensor {name!r}: {value}")
 
 
 def _under(here: str, path: str) -> str:
@@ -182,30 +156,8 @@ def _under(here: str, path: str) -> str:
     return here + path if not here or not path or path.startswith("[") else f"{here}.{path}"
 
 
-def _all_under(here: str, paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(_under(here, path) for path in paths)
-
-
-def _look_up_names(names: Names | None, paths: Iterable[str]) -> dict[str, list[str] | str]:
-    """The names given for leaves, by path."""
-    if names is None:
-        return {}
-    looked_up = ((path, names(path) if callable(names) else names.get(path)) for path in paths)
-    return {path: name if isinstance(name, str) else list(name) for path, name in looked_up if name is not None}
-
-
-def _find_unknown_paths(names: Names | None, paths: Collection[str]) -> list[str]:
-    if not isinstance(names, Mapping):
-        return []
-    return [f"{path}: no such leaf{did_you_mean(path, list(paths))}" for path in names if path not in paths]
-
-
-def _rename_leaf(path: str, shape: tuple[int, ...], given: list[str] | str, default: list[Tensor]) -> list[Tensor]:
-    """The leaf's tensors under other names.
-
-    Raises:
-        ValueError: There are too many names, or too few.
-    """
+def _rename_leaf(path: str, shape: tuple[int, ...], given: Renamed, default: list[Tensor]) -> list[Tensor] | str:
+    """The leaf's tensors under other names, or why that is impossible."""
     alone = all(len(t.parts) == 1 for t in default)
     if isinstance(given, str):
         if alone and len(default) == 1:
@@ -214,7 +166,7 @@ def _rename_leaf(path: str, shape: tuple[int, ...], given: list[str] | str, defa
     if alone and len(default) == len(given):
         return [dataclasses.replace(t, name=n) for t, n in zip(default, given, strict=True)]
     if not shape or shape[0] != len(given):
-        raise ValueError(
+        return (
             f"{at(path)}: {len(given)} names for shape {shape}: give one, or one for each index of the first dimension"
         )
     layer = identity(shape[1:])
@@ -222,42 +174,34 @@ def _rename_leaf(path: str, shape: tuple[int, ...], given: list[str] | str, defa
 
 
 def _rename(
-    tensors: Sequence[Tensor], given: Mapping[str, list[str] | str], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[list[Tensor], list[str]]:
-    """The tensors, those of leaves with given names last and renamed; and what is wrong with these names."""
-    out = [tensor for tensor in tensors if not any(path in given for path in tensor.paths)]
-    lines: list[str] = []
+    tensors: Sequence[Tensor], names: Names | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Tensor], set[str], list[str]]:
+    """The tensors, those of leaves with given names last and renamed; these leaves; what is wrong with the names."""
+    look_up = names if callable(names) else (names or {}).get
+    given = {path: name for path in shapes if (name := look_up(path)) is not None}
+    unknown = [path for path in names if path not in shapes] if isinstance(names, Mapping) else []
+    lines = [f"{path}: no such leaf{did_you_mean(path, list(shapes))}" for path in unknown]
     by_leaf = tensors_by_leaf(tensors)
+    out = [tensor for tensor in tensors if given.keys().isdisjoint(tensor.paths)]
     for path, name in given.items():
-        try:
-            out += _rename_leaf(path, shapes[path], name, by_leaf.get(path, []))
-        except ValueError as error:
-            lines.append(str(error))
-    return out, lines
+        renamed = _rename_leaf(path, shapes[path], name, by_leaf.get(path, []))
+        if isinstance(renamed, str):
+            lines.append(renamed)
+        else:
+            out += renamed
+    return out, set(given), lines
 
 
 def tensors_of(tree: Any, names: Names | None = None, *, require_all: bool = False) -> list[Tensor]:
-    """The tensors that a tree is stored as.
+    """The tensors that a tree is stored as, in the tree's order, those that ``names`` renames last.
 
-    Args:
-        tree: Any tree of arrays or ``jax.ShapeDtypeStruct``s.
-        names: Names for some leaves; the others keep those of Haliax's state dicts.
-        require_all: Whether a tensor that a module computes is an error even if other tensors hold all of its leaves,
-            unless ``names`` has these.
-
-    Returns:
-        Tensors in the tree's order, those that ``names`` renames last.
-
-    Raises:
-        CheckpointError: ``names`` has paths that are no leaves, or names are missing or do not fit; all are listed.
+    With ``require_all``, a tensor that a module computes is an error even if other tensors hold all of its leaves,
+    unless ``names`` has these.
     """
     shapes = {leaf.path: tuple(leaf.value.shape) for leaf in named_leaves(tree) if is_array_like(leaf.value)}
     walked = list(_walk(tree, (), None))
-    default = [tensor for tensor in walked if isinstance(tensor, Tensor)]
-    given = _look_up_names(names, shapes)
-    tensors, bad_names = _rename(default, given, shapes)
-    lost = _find_lost(walked, tensors, shapes, given if require_all else None)
-    lines = [*_find_unknown_paths(names, shapes), *bad_names, *lost]
+    tensors, renamed, lines = _rename([tensor for tensor in walked if isinstance(tensor, Tensor)], names, shapes)
+    lines += _find_lost(walked, tensors, shapes, renamed if require_all else None)
     lines += [f"{at(path)}: has no name" for tensor in tensors if not tensor.name for path, _ in tensor.parts]
     if lines:
         raise CheckpointError(
@@ -272,19 +216,16 @@ def _find_lost(
     walked: Sequence[Tensor | Unknown],
     tensors: Sequence[Tensor],
     shapes: Mapping[str, tuple[int, ...]],
-    given: Mapping[str, list[str] | str] | None,
+    renamed: set[str] | None,
 ) -> list[str]:
-    """Leaves that computed tensors come from, and that no tensor holds.
-
-    With ``given`` names, a computed tensor counts even if tensors hold all of its leaves, but one that these rename.
-    """
+    """Leaves that computed tensors come from and no tensor holds; if there are none, those not in ``renamed``."""
     by_leaf = tensors_by_leaf(tensors)
     lines: list[str] = []
     for unknown in walked:
         if isinstance(unknown, Unknown):
             lost = [path for path in unknown.paths if not hold_leaf(by_leaf.get(path, []), path, shapes[path])]
-            if given is not None and not lost:
-                lost = [path for path in unknown.paths if path not in given]
+            if renamed is not None and not lost:
+                lost = [path for path in unknown.paths if path not in renamed]
             lines += [f"{at(path)}: {unknown.why}" for path in lost]
     return lines
 

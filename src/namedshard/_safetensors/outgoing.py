@@ -14,9 +14,8 @@ from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import CheckpointError, at
-from namedshard._place import moves
-from namedshard._plan.leaves import is_array_like, named_leaves, path_string
-from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS
+from namedshard._plan.leaves import is_array_like, named_leaves, native_dtype, path_string
+from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS, SURROGATES
 from namedshard._safetensors.layout import Part
 from namedshard._safetensors.names import Names, Tensor, tensors_of
 from namedshard._safetensors.targets import DTypes, requested_dtype
@@ -51,11 +50,7 @@ class File:
 
 def _loose_numbers(tree: PyTree) -> list[str]:
     """Python numbers that are no module's own: they would not come back."""
-
-    def stop(x: Any) -> bool:
-        return isinstance(x, eqx.Module | NamedArray)
-
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, eqx.Module | NamedArray))[0]
     return [
         f"{at(path_string(path))}: the Python number {x!r} is no array"
         for path, x in flat
@@ -76,23 +71,8 @@ def _why_not(value: Any) -> str:
     return ""
 
 
-def _resolve_dtype(path: str, value: Any, dtypes: DTypes) -> tuple[np.dtype[Any], str]:
-    """The dtype that a leaf is saved with, and why it cannot be."""
-    have = np.dtype(moves.native(value.dtype))
-    wanted = requested_dtype(dtypes, path, have) or have
-    code = CODES.get(wanted)
-    if code is None or code in PACKED_BITS:
-        return wanted, f"safetensors has no dtype {wanted}; save it as another, with dtype= or after a cast"
-    return wanted, ""
-
-
 def resolve_outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing]:
-    """The tensors to write for a tree.
-
-    Raises:
-        CheckpointError: Leaves that cannot be written, and names that are taken twice, reserved, or no text; all are
-            listed.
-    """
+    """The tensors to write for a tree; lists all leaves that cannot be written, and all bad names."""
     lines = _loose_numbers(tree)
     values = {leaf.path: leaf.value for leaf in named_leaves(tree) if is_array_like(leaf.value)}
     bad = {path: why for path, value in values.items() if (why := _why_not(value))}
@@ -119,9 +99,15 @@ def resolve_outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[
 def _resolve_tensor(tensor: Tensor, values: Mapping[str, Any], dtypes: DTypes) -> tuple[Outgoing, list[str]]:
     """A tensor with its leaves' values and their dtype, and what is wrong with that."""
     paths = tuple(path for path, _ in tensor.parts)
-    resolved = {path: _resolve_dtype(path, values[path], dtypes) for path in paths}
-    lines = [f"{at(path)}: {why}" for path, (_, why) in resolved.items() if why]
-    kinds = {dtype for dtype, _ in resolved.values()}
+    lines: list[str] = []
+    kinds: dict[np.dtype[Any], None] = {}
+    for path in dict.fromkeys(paths):
+        have = np.dtype(native_dtype(values[path].dtype))
+        wanted = requested_dtype(dtypes, path, have) or have
+        kinds[wanted] = None
+        if wanted not in CODES or CODES[wanted] in PACKED_BITS:
+            why = f"safetensors has no dtype {wanted}; save it as another, with dtype= or after a cast"
+            lines.append(f"{at(path)}: {why}")
     if len(kinds) > 1:
         listed = ", ".join(sorted(map(str, kinds)))
         lines.append(f"tensor {tensor.name!r} would be of several dtypes: {listed}")
@@ -141,9 +127,7 @@ def _bad_names(tensors: Sequence[Tensor]) -> list[str]:
             lines.append(f"{paths}: {len(same)} tensors would be called {name!r}")
         if name == METADATA_KEY:
             lines.append(f"{paths}: the name {METADATA_KEY!r} is reserved")
-        try:
-            name.encode("utf-8")
-        except UnicodeEncodeError:
+        if SURROGATES.search(name):
             lines.append(f"{paths}: the name {name!r} is not valid Unicode")
         if not all(math.prod(tensor.shape) == sum(part.size for _, part in tensor.parts) for tensor in same):
             lines.append(f"{paths}: tensor {name!r} is not wholly made of leaves")

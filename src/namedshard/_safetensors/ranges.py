@@ -6,12 +6,13 @@ where reading a little more is cheaper than another read, and split so that no r
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from namedshard._safetensors.layout import Atom, Bounds, Part, flat_offset, volume
+from namedshard._place.boxes import volume, whole
+from namedshard._safetensors.layout import Atom, Part, flat_offset
+from namedshard._types import Bounds
 
 WASTE = 0.02
 """Of the bytes read, the share that no request needs, at most: once to fill rows, and once to coalesce ranges."""
@@ -21,17 +22,11 @@ SHORT_RUN = 32 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadSettings:
-    """How to read a kind of source.
+    """How to read a kind of source: with how many threads, and at most how much at once.
 
-    Above ``max_runs`` runs of a tensor, its rows of up to ``row_bytes`` are read whole: there the operating system, or
-    the latency of a request, makes many short reads slower than the bytes between them.
-
-    Attributes:
-        threads: How many threads read at once.
-        read_bytes: The largest read.
-        coalesce_below: Ranges up to this size are coalesced with their neighbors.
-        max_runs: See above.
-        row_bytes: See above.
+    Ranges up to ``coalesce_below`` bytes are coalesced with their neighbors. Above ``max_runs`` runs of a tensor, its
+    rows of up to ``row_bytes`` are read whole: there the operating system, or the latency of a request, makes many
+    short reads slower than the bytes between them.
     """
 
     threads: int
@@ -62,7 +57,7 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Bytes read for it."""
-        return self.run_bytes * math.prod(b - a for a, b in self.box[: self.outer])
+        return self.run_bytes * volume(self.box[: self.outer])
 
     @property
     def stop(self) -> int:
@@ -72,16 +67,6 @@ class Chunk:
 
 Cover = list[tuple[Bounds, tuple[int, ...]]]
 """Disjoint boxes, each with the numbers of the requests that need it."""
-
-
-def _dense(atoms: Sequence[Atom]) -> bool:
-    """True if the atoms fill a range of the tensor without gaps."""
-    expected = 1
-    for atom in reversed(atoms):
-        if atom.stride != expected:
-            return False
-        expected *= atom.extent
-    return True
 
 
 def _cover(atoms: Sequence[Atom], requests: Sequence[tuple[int, Bounds]], itemsize: int, row_bytes: int) -> Cover:
@@ -102,38 +87,31 @@ def _cover(atoms: Sequence[Atom], requests: Sequence[tuple[int, Bounds]], itemsi
 
 def _widen_rows(atoms: Sequence[Atom], rows: Cover, itemsize: int, row_bytes: int) -> Cover:
     """The boxes to read of each of several rows: the whole row, or those needed with short neighbors coalesced."""
-    if not atoms or not _dense(atoms):
+    row = whole(atom.extent for atom in atoms)
+    size = volume(row)
+    # Atoms with gaps between them fill no range of the tensor.
+    if not atoms or _run(atoms, row)[0] < size:
         return rows
-    nbytes = math.prod(atom.extent for atom in atoms) * itemsize
-    if nbytes <= row_bytes or _better_whole(atoms, rows, itemsize):
-        return [(tuple((0, atom.extent) for atom in atoms), _numbers_of(rows))]
+    needed = sum(volume(box) for box, _ in rows)
+    shortest = min(_run(atoms, box)[0] for box, _ in rows) * itemsize
+    worthwhile = needed >= size * (1 - WASTE) and (len(rows) == 1 or shortest < SHORT_RUN)
+    if size * itemsize <= row_bytes or worthwhile:
+        return [(row, tuple(sorted({number for _, numbers in rows for number in numbers})))]
     return _coalesce_runs(atoms, rows, itemsize)
-
-
-def _numbers_of(cover: Cover) -> tuple[int, ...]:
-    return tuple(sorted({number for _, numbers in cover for number in numbers}))
 
 
 def _coalesce_runs(atoms: Sequence[Atom], cover: Cover, itemsize: int) -> Cover:
     """Short runs that follow one another as one run, which several requests need."""
-    rest = tuple((0, atom.extent) for atom in atoms[1:])
+    rest = whole(atom.extent for atom in atoms[1:])
     out: Cover = []
     for box, numbers in cover:
         if out and box[1:] == rest == out[-1][0][1:] and out[-1][0][0][1] == box[0][0]:
             before, others = out[-1]
             if min(_run(atoms, box)[0], _run(atoms, before)[0]) * itemsize < SHORT_RUN:
-                joined = ((before[0][0], box[0][1]), *rest)
-                out[-1] = (joined, _numbers_of([(box, numbers), (before, others)]))
+                out[-1] = ((before[0][0], box[0][1]), *rest), tuple(sorted({*numbers, *others}))
                 continue
         out.append((box, numbers))
     return out
-
-
-def _better_whole(atoms: Sequence[Atom], cover: Cover, itemsize: int) -> bool:
-    total = math.prod(atom.extent for atom in atoms)
-    if sum(volume(box) for box, _ in cover) < total * (1 - WASTE):
-        return False
-    return len(cover) == 1 or min(_run(atoms, box)[0] for box, _ in cover) * itemsize < SHORT_RUN
 
 
 def _run(atoms: Sequence[Atom], box: Bounds) -> tuple[int, int]:
@@ -168,14 +146,14 @@ def plan_chunks(
     part: Part, requests: Sequence[Bounds], itemsize: int, begin: int, settings: ReadSettings
 ) -> Iterator[Chunk]:
     """What to read of one tensor, whose bytes begin at ``begin`` in its file, for these requests of a part."""
-    if not part.size:
+    if not part.size or not requests:
         return
     atoms, numbered = part.atoms, list(enumerate(requests))
     cover = _cover(atoms, numbered, itemsize, 0)
     if sum(volume(box) // _run(atoms, box)[0] for box, _ in cover) > settings.max_runs:
         cover = _cover(atoms, numbered, itemsize, settings.row_bytes)
-    for whole, numbers in cover:
-        for box in _split(whole, settings.read_bytes // itemsize):
+    for rows, numbers in cover:
+        for box in _split(rows, settings.read_bytes // itemsize):
             run, outer = _run(atoms, box)
             start = begin + flat_offset(part, box) * itemsize
             yield Chunk(box, numbers, start, run * itemsize, outer)
@@ -192,16 +170,16 @@ def run_offsets(part: Part, chunk: Chunk, itemsize: int) -> list[int]:
 def coalesce(spans: Sequence[tuple[int, int]], settings: ReadSettings) -> Iterator[list[int]]:
     """Groups of neighboring spans (start and stop, in order) that are better read as one; numbers of the spans."""
     group: list[int] = []
-    begin = end = useful = 0
+    begin = useful = 0
     for i, (start, stop) in enumerate(spans):
-        fits = group and stop - start <= settings.coalesce_below and stop - begin <= settings.read_bytes
-        if fits and stop - begin <= (useful + stop - start) * (1 + WASTE):
-            group.append(i)
-            useful += stop - start
-            end = max(end, stop)
-            continue
-        if group:
+        length = stop - begin
+        fits = stop - start <= settings.coalesce_below and length <= settings.read_bytes
+        if group and not (fits and length <= (useful + stop - start) * (1 + WASTE)):
             yield group
-        group, begin, end, useful = [i], start, stop, stop - start
+            group = []
+        if not group:
+            begin, useful = start, 0
+        group.append(i)
+        useful += stop - start
     if group:
         yield group

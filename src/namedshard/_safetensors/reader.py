@@ -4,27 +4,27 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from types import EllipsisType
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from namedshard._safetensors.layout import Bounds, Part, leaf_view, overlap, volume
+from namedshard._place.boxes import local_slices, overlap, shape_of, volume
+from namedshard._safetensors.layout import Part, leaf_view
 from namedshard._safetensors.ranges import Chunk, ReadSettings, run_offsets
 from namedshard._safetensors.source import Source
+from namedshard._types import Bounds
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class ShardBuffer:
-    """Host memory for a shard, and its place in its leaf. ``unfit``: lowest and highest value its dtype cannot hold."""
+    """Host memory for a shard, and its place in its leaf. ``unfit``: by tensor, values that its dtype cannot hold."""
 
     bounds: Bounds
     array: np.ndarray
     check: bool
-    unfit: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict[str, tuple[Any, Any]])
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    unfit: dict[str, list[Any]] = dataclasses.field(default_factory=dict[str, list[Any]])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,19 +38,18 @@ class Job:
     scale: float
     requests: tuple[tuple[Bounds, ShardBuffer], ...]
 
-    def plain(self, shard: ShardBuffer) -> bool:
-        """True if the file's bytes are the shard's."""
-        return self.scale == 1 and self.dtype == shard.array.dtype and self.dtype != np.bool_
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """One range of a file, and the jobs whose chunks lie in it."""
+    """One range of a file: the jobs whose chunks lie in it, in the file's order."""
 
     source: Source
-    start: int
-    stop: int
     jobs: Sequence[Job]
+
+    @property
+    def start(self) -> int:
+        """Where it begins."""
+        return self.jobs[0].chunk.start
 
     @property
     def useful(self) -> int:
@@ -59,16 +58,12 @@ class Read:
         return sum(volume(both) * job.dtype.itemsize for job, both in shared if both is not None)
 
 
-def _within(box: Bounds, outer: Bounds) -> tuple[slice | EllipsisType, ...]:
-    return (*(slice(lo - o, hi - o) for (lo, hi), (o, _) in zip(box, outer, strict=True)), ...)
-
-
 def _view(part: Part, box: Bounds, shard: ShardBuffer) -> np.ndarray:
     return leaf_view(part, box, shard.array, [lo for lo, _ in shard.bounds])
 
 
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
 
 
 def scaled(array: np.ndarray, factor: float, dtype: np.dtype[Any]) -> np.ndarray:
@@ -82,34 +77,21 @@ def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: ShardBuffer)
         source = np.asarray(source.view(np.uint8) != 0)
     if job.scale != 1:
         source = scaled(source, 1 / job.scale, job.dtype)
-    if shard.check:
-        _note_unfit(job.name, source, shard)
+    if shard.check and (unfit := find_unfit(source, shard.array.dtype)):
+        shard.unfit.setdefault(job.name, []).extend(unfit)
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(into, source, casting="unsafe")
 
 
-def _note_unfit(name: str, source: np.ndarray, shard: ShardBuffer) -> None:
-    """Note the lowest and the highest value that the shard's dtype cannot hold."""
-    low, high = _unfit_ends(source, shard.array.dtype)
-    if low is None and high is None:
-        return
-    with shard.lock:
-        before_low, before_high = shard.unfit.get(name, (None, None))
-        # The earlier of equal ones stays, and also of those that are no numbers.
-        low = before_low if low is None or (before_low is not None and not low < before_low) else low
-        high = before_high if high is None or (before_high is not None and not high > before_high) else high
-        shard.unfit[name] = (low, high)
-
-
-def _unfit_ends(source: np.ndarray, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """The lowest and the highest value, or None for each that the dtype can hold."""
-    whole = jax.numpy.issubdtype(dtype, np.integer)
-    if not whole:
+def find_unfit(source: np.ndarray, dtype: np.dtype[Any]) -> list[Any]:
+    """The lowest and the highest value, each if the dtype cannot hold it."""
+    integers = jax.numpy.issubdtype(dtype, np.integer)
+    if not integers:
         source = source[np.isfinite(source)]
     if not source.size:
-        return None, None
+        return []
     least, most = source.min(), source.max()
-    if whole:
+    if integers:
         info = ml_dtypes.iinfo(dtype)
         # Compared as Python's numbers: a float32 would round the bound of an int32 up to a value that does not fit.
         exact: Any = int if np.issubdtype(source.dtype, np.integer) else float
@@ -118,16 +100,15 @@ def _unfit_ends(source: np.ndarray, dtype: np.dtype[Any]) -> tuple[Any, Any]:
     else:
         with np.errstate(over="ignore"):
             fits = np.isfinite(least.astype(dtype)), np.isfinite(most.astype(dtype))
-    return (None if fits[0] else least), (None if fits[1] else most)
+    return [value for value, fit in zip((least, most), fits, strict=True) if not fit]
 
 
 def _direct(job: Job) -> np.ndarray | None:
     """The shard's own memory for a chunk, run by run, if its bytes can be read there; its runs are the first axis."""
     chunk = job.chunk
-    if len(job.requests) != 1:
-        return None
-    box, shard = job.requests[0]
-    if overlap(box, chunk.box) != chunk.box or not job.plain(shard):
+    (box, shard), *others = job.requests
+    plain = job.scale == 1 and job.dtype == shard.array.dtype and job.dtype != np.bool_
+    if others or not plain or overlap(box, chunk.box) != chunk.box:
         return None
     view = _view(job.part, chunk.box, shard)
     expected = view.itemsize
@@ -150,27 +131,23 @@ class Scratch(threading.local):
         return self.buffer[:nbytes]
 
 
-def _deliver(job: Job, source: np.ndarray) -> None:
-    """Convert and copy a chunk into the shards that need it."""
+def _deliver(job: Job, raw: np.ndarray) -> None:
+    """Convert and copy a chunk's bytes into the shards that need it."""
+    source = raw.view(job.dtype).reshape(shape_of(job.chunk.box))
     for box, shard in job.requests:
         shared = overlap(box, job.chunk.box)
         if shared is not None:
-            _convert(job, source[_within(shared, job.chunk.box)], _view(job.part, shared, shard), shard)
-
-
-def _boxed(job: Job, raw: np.ndarray) -> np.ndarray:
-    """A chunk's bytes as its box."""
-    return raw.view(job.dtype).reshape([hi - lo for lo, hi in job.chunk.box])
+            _convert(job, source[(*local_slices(shared, job.chunk.box), ...)], _view(job.part, shared, shard), shard)
 
 
 def _execute(read: Read, scratch: Scratch) -> None:
     # Coalesced jobs: one read of everything, from which each takes its bytes.
     if len(read.jobs) > 1:
-        raw = scratch.get(read.stop - read.start)
+        raw = scratch.get(max(job.chunk.stop for job in read.jobs) - read.start)
         read.source.read(read.start, memoryview(raw))
         for job in read.jobs:
             at = job.chunk.start - read.start
-            _deliver(job, _boxed(job, raw[at : at + job.chunk.nbytes]))
+            _deliver(job, raw[at : at + job.chunk.nbytes])
         return
     job = read.jobs[0]
     chunk = job.chunk
@@ -179,14 +156,14 @@ def _execute(read: Read, scratch: Scratch) -> None:
     view = _direct(job)
     if view is not None and not view.flags.c_contiguous:
         for index, offset in zip(np.ndindex(*view.shape[: chunk.outer]), offsets, strict=True):
-            read.source.read(offset, _bytes_of(view[index]))
+            read.source.read(offset, memoryview(_bytes_of(view[index])))
         return
-    raw = scratch.get(chunk.nbytes) if view is None else np.asarray(_bytes_of(view))
+    raw = scratch.get(chunk.nbytes) if view is None else _bytes_of(view)
     into = memoryview(raw)
     for i, offset in enumerate(offsets):
         read.source.read(offset, into[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
     if view is None:
-        _deliver(job, _boxed(job, raw))
+        _deliver(job, raw)
 
 
 def execute_reads(reads: Sequence[Read], advance: Callable[[int], None]) -> None:

@@ -1,18 +1,19 @@
 """`save_safetensors`: from any placement to files that appear only when they are whole."""
 
+import contextlib
 import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import jax
 from jaxtyping import PyTree
 
-from namedshard._errors import CheckpointError
+from namedshard._errors import CheckpointError, human_bytes
 from namedshard._place.gather import parse_bytes
-from namedshard._processes.agreement import agreed_rounds
-from namedshard._processes.coordination import Rounds, processes
-from namedshard._safetensors.agreed import shared_values
+from namedshard._processes.agreement import LeafDescription, agree, agreed_rounds, describe_leaf
+from namedshard._processes.coordination import processes
 from namedshard._safetensors.commit import Destination, PartialFile
 from namedshard._safetensors.folder import SUFFIX
 from namedshard._safetensors.names import Names
@@ -109,43 +110,32 @@ def save_safetensors(
     limit, memory = parse_bytes(max_shard_size), parse_bytes(budget)
     me, count = processes()
     owners = owners_of(writer, count)
-    header_metadata = {"format": "pt", **checked_metadata(metadata)}
+    fields = {"format": "pt", **checked_metadata(metadata)}
     tensors = resolve_outgoing(tree, names, dtype)
     groups = [tensors] if single else _group_by_file(tensors, limit)
-    total = sum(t.nbytes for t in tensors)
+    what = f"{directory}: the checkpoint ({human_bytes(sum(t.nbytes for t in tensors))})"
     # All that decides what is written where, and which exchanges of arrays that takes.
     note = f"{os.fspath(path)!r}, {max_shard_size=}, {metadata=}, {writer=}, {budget=}"
-    agreement = functools.partial(shared_values, tensors, note, count)
-    with agreed_rounds(agreement) as (rounds, shared):
-        failures = Failures(rounds, directory, total)
-        destination = Destination(directory, single, total)
+    with agreed_rounds(functools.partial(shared_values, tensors, note, count)) as (rounds, shared):
+        failures = Failures(rounds, what)
+        destination = Destination(directory, single, what)
         with failures.caught():
             if me == 0:
                 destination.prepare(len(groups))
         destination.names = failures.round({"names": destination.names}, exchanging=bool(shared))[0]["names"]
         files = [File(n, tuple(g), i % owners) for i, (n, g) in enumerate(zip(destination.names, groups, strict=True))]
         mine = sum(t.nbytes for file in files for t in file.tensors if file.owner == me)
-        with reporting(progress, mine, "saving") as advance:
-            writing = FileWriter(directory, me, header_metadata, memory, shared, failures, advance)
-            try:
-                written: list[dict[str, str]] = []
-                # A round for each file of each process, lest the others go on to the end when one has failed.
-                for first in range(0, len(files), owners):
-                    for file in files[first : first + owners]:
-                        writing.write(file)
-                    rounds.exchanging = False
-                    more = any(map(writing.exchanged, files[first + owners :]))
-                    names_of = {os.path.basename(p.final): p.name for p in writing.partials}
-                    written = [said["files"] for said in failures.round({"files": names_of}, exchanging=more)]
-                with failures.caught(of_writing=True):
-                    if me == 0 and destination.indexed:
-                        destination.write_index(files)
-                _check_visible(rounds, failures, directory, written)
-                _publish(rounds, failures, destination, writing.partials)
-            finally:
-                for partial in writing.partials:
-                    partial.close()
-                destination.close()
+        with (
+            reporting(progress, mine, "saving") as advance,
+            contextlib.closing(destination),
+            contextlib.closing(FileWriter(directory, fields, memory, shared, failures, advance)) as writing,
+        ):
+            written = _write_files(writing, files, owners)
+            with failures.caught(of_writing=True):
+                if me == 0 and destination.indexed:
+                    destination.write_index(files)
+            _check_visible(failures, directory, written)
+            _publish(failures, destination, writing.partials)
 
 
 def owners_of(writer: str, count: int) -> int:
@@ -155,14 +145,61 @@ def owners_of(writer: str, count: int) -> int:
     return count if writer == "all" else 1
 
 
-def _check_visible(rounds: Rounds, failures: Failures, directory: str, written: Sequence[Mapping[str, str]]) -> None:
+def checked_metadata(metadata: Mapping[Any, Any] | None) -> dict[str, str]:
+    """The metadata, which must be text to text."""
+    given: dict[Any, Any] = dict(metadata or {})
+    bad = [f"{k!r}: {v!r}" for k, v in given.items() if not (isinstance(k, str) and isinstance(v, str))]
+    if bad:
+        raise CheckpointError("metadata is not text to text", bad, fix="turn keys and values into str")
+    return given
+
+
+def _on_host(value: Any) -> bool:
+    """True for what `shard` too takes for a value that every process has: numpy, and arrays nobody has placed."""
+    return not isinstance(value, jax.Array) or (not value.committed and value.is_fully_addressable)
+
+
+def shared_values(tensors: Sequence[Outgoing], note: str, count: int) -> frozenset[int]:
+    """Ids of the values that are one array of all processes, of which each has only some.
+
+    A collective, which checks that all processes save the same tensors from the same leaves in the same way.
+    """
+    if count == 1:
+        return frozenset()
+    values: dict[str, Any] = {}
+    for tensor in tensors:
+        values |= zip(tensor.paths, (value for value, _ in tensor.parts), strict=True)
+    described = [describe_leaf(path, value, host=_on_host(value)) for path, value in values.items()]
+    described += [LeafDescription(t.name, f"{t.dtype}{list(t.shape)}", f"leaf {', '.join(t.paths)}") for t in tensors]
+    agree("save_safetensors", described, note)
+    placed = [value for value in values.values() if not _on_host(value)]
+    whole = [x.is_fully_replicated and len({d.process_index for d in x.sharding.device_set}) == count for x in placed]
+    return frozenset(id(x) for x, on_each in zip(placed, whole, strict=True) if not on_each)
+
+
+def _write_files(writing: FileWriter, files: Sequence[File], owners: int) -> list[dict[str, str]]:
+    """Write all files; returns each process's, by their names, with the names that they have until they are whole."""
+    written: list[dict[str, str]] = []
+    # A round for each file of each process, lest the others go on to the end when one has failed.
+    for first in range(0, len(files), owners):
+        for file in files[first : first + owners]:
+            writing.write(file)
+        writing.failures.rounds.exchanging = False
+        more = any(map(writing.exchanged, files[first + owners :]))
+        names_of = {os.path.basename(p.final): p.name for p in writing.partials}
+        written = [said["files"] for said in writing.failures.round({"files": names_of}, exchanging=more)]
+    return written
+
+
+def _check_visible(failures: Failures, directory: str, written: Sequence[Mapping[str, str]]) -> None:
     """Make sure that process 0 sees the files of all the others, before it refers to them."""
     if not any(written[1:]):
         return
+    rounds = failures.rounds
     with failures.caught(of_writing=True):
         unseen = _unseen(directory, written) if rounds.me == 0 and not failures else {}
         # A process that failed removes its files; the next round reports why.
-        if unseen and not any(rounds.failure(process) for process in unseen):
+        if unseen and not any(map(rounds.failure, unseen)):
             raise CheckpointError(
                 f"{directory} is not one directory that all processes share: process 0 does not see files of"
                 " others; what was there before is untouched",
@@ -177,15 +214,16 @@ def _unseen(directory: str, written: Sequence[Mapping[str, str]]) -> dict[int, l
     end = time.monotonic() + VISIBLE_S
     while True:
         here = set(os.listdir(directory))
-        unseen = {p: [n for n, partial in files.items() if partial not in here] for p, files in enumerate(written)}
-        unseen = {p: names for p, names in unseen.items() if names}
+        absent = ((p, [n for n, partial in files.items() if partial not in here]) for p, files in enumerate(written))
+        unseen = {process: names for process, names in absent if names}
         if not unseen or time.monotonic() > end:
             return unseen
         time.sleep(0.1)
 
 
-def _publish(rounds: Rounds, failures: Failures, destination: Destination, partials: Sequence[PartialFile]) -> None:
+def _publish(failures: Failures, destination: Destination, partials: Sequence[PartialFile]) -> None:
     """Name the files, as nothing refers to yet; then the index, which does; then remove what was before."""
+    main = failures.rounds.me == 0
     try:
         if destination.indexed:
             with failures.caught(of_writing=True):
@@ -193,22 +231,13 @@ def _publish(rounds: Rounds, failures: Failures, destination: Destination, parti
                     destination.name_shards(partials)
             failures.round()
         with failures.caught(of_writing=True):
-            if rounds.me == 0:
+            if main:
                 destination.publish(partials)
-        failures.round({"placed": destination.placed}, placing=True)
+        failures.round({"placed": destination.placed})
     except BaseException:
         # Files that an index may name stay: only process 0, which writes it, knows that there is none.
-        unnamed = not destination.placed if rounds.me == 0 else failures.placed is False
+        unnamed = not destination.placed if main else failures.placed is False
         if destination.indexed and unnamed:
             for partial in partials:
-                partial.withdraw()
+                partial.close(withdraw=True)
         raise
-
-
-def checked_metadata(metadata: Mapping[Any, Any] | None) -> dict[str, str]:
-    """The metadata, which must be text to text."""
-    given: dict[Any, Any] = dict(metadata or {})
-    bad = [f"{k!r}: {v!r}" for k, v in given.items() if not (isinstance(k, str) and isinstance(v, str))]
-    if bad:
-        raise CheckpointError("metadata is not text to text", bad, fix="turn keys and values into str")
-    return given

@@ -3,48 +3,22 @@
 fsspec reaches HTTP, S3, Google Storage, the Hugging Face Hub and more.
 """
 
+import functools
+import itertools
 import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, TypeAlias, TypeVar
 
 from namedshard._errors import CheckpointError
-from namedshard._safetensors.ranges import LOCAL, REMOTE, ReadSettings
+from namedshard._safetensors.ranges import LOCAL, REMOTE
 
 T = TypeVar("T")
 ATTEMPTS = 5
 FIRST_DELAY_S = 0.1
 _REFUSED = (400, 401, 403, 405)
 _FINAL = (PermissionError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
-
-
-@runtime_checkable
-class Source(Protocol):
-    """One open file. ``read`` may be called from several threads at once."""
-
-    name: str
-    size: int
-    settings: ReadSettings
-
-    def read(self, start: int, into: memoryview) -> None:
-        """Fill a buffer with the bytes from ``start`` on."""
-        ...
-
-    def close(self) -> None:
-        """Release the file."""
-        ...
-
-
-Opener: TypeAlias = Callable[[str], Source]
-
-
-def cut_off(name: str, start: int, wanted: int, got: int) -> CheckpointError:
-    """The error for a file that ends while it is being read."""
-    return CheckpointError(
-        f"{name}: {wanted} bytes were to be read from byte {start}, but only {got} are there",
-        fix="the file changed while it was read: load it again once it is complete",
-    )
 
 
 class LocalFile:
@@ -72,7 +46,10 @@ class LocalFile:
         while at < len(into):
             got = os.preadv(self._fd, [into[at:]], start + at)
             if not got:
-                raise cut_off(self.name, start, len(into), at)
+                raise CheckpointError(
+                    f"{self.name}: {len(into)} bytes were to be read from byte {start}, but only {at} are there",
+                    fix="the file changed while it was read: load it again once it is complete",
+                )
             at += got
 
     def close(self) -> None:
@@ -86,12 +63,7 @@ def is_url(path: str) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path within it.
-
-    Raises:
-        CheckpointError: fsspec, or the package that it needs for this protocol, is not installed; or there is no such
-            protocol.
-    """
+    """The file system of a URL, and the path within it."""
     try:
         import fsspec.core
     except ImportError as error:
@@ -118,14 +90,8 @@ def _absent(error: Exception) -> bool:
 
 
 def retrying(call: Callable[[], T], what: str) -> T:
-    """Call until it succeeds, with growing pauses, as long as a failure may pass.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        CheckpointError: It failed too often, or for good.
-    """
-    delay = FIRST_DELAY_S
-    for attempt in range(1, ATTEMPTS + 1):
+    """Call until it succeeds, with growing pauses, as long as a failure may pass; `FileNotFoundError` is final."""
+    for attempt in itertools.count(1):
         try:
             return call()
         except Exception as error:
@@ -136,26 +102,8 @@ def retrying(call: Callable[[], T], what: str) -> T:
                 tried = f" after {attempt} attempts" if attempt > 1 else ""
                 answer = f"HTTP status {status}" if status else f"{type(error).__name__}: {error}"
                 raise CheckpointError(f"{what} cannot be read{tried}: {answer.rstrip(': ')}") from error
-        time.sleep(delay)
-        delay *= 2
+        time.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
     raise AssertionError
-
-
-def _exists(url: str) -> bool:
-    fs, path = filesystem(url)
-    try:
-        return retrying(lambda: fs.info(path), url)["type"] == "file"
-    except FileNotFoundError:
-        return False
-
-
-def _listing(url: str) -> list[str]:
-    fs, path = filesystem(url)
-    try:
-        found = retrying(lambda: fs.ls(path, detail=False), url)
-    except (CheckpointError, FileNotFoundError):
-        return []
-    return sorted({str(name).rstrip("/").rpartition("/")[2] for name in found})
 
 
 def names_in(directory: str, likely: Sequence[str]) -> list[str]:
@@ -163,24 +111,28 @@ def names_in(directory: str, likely: Sequence[str]) -> list[str]:
 
     Not every server lists its files, but each can be asked for one. A store without permission to list answers 403 for
     a file that does not exist.
-
-    Raises:
-        CheckpointError: That cannot be found out.
     """
-    base = directory if directory.endswith("/") else directory + "/"
+    base = directory.removesuffix("/") + "/"
     refused: CheckpointError | None = None
     for name in likely:
+        fs, path = filesystem(base + name)
         try:
-            if _exists(base + name):
+            if retrying(functools.partial(fs.info, path), base + name)["type"] == "file":
                 return [name]
+        except FileNotFoundError:
+            continue
         except CheckpointError as error:
             if _status(error.__cause__) != 403:
                 raise
             refused = refused or error
-    names = _listing(directory)
-    if refused is not None and not names:
+    fs, path = filesystem(directory)
+    try:
+        found = retrying(lambda: fs.ls(path, detail=False), directory)
+    except (CheckpointError, FileNotFoundError):
+        found = []
+    if refused is not None and not found:
         raise refused
-    return names
+    return sorted({str(name).rstrip("/").rpartition("/")[2] for name in found})
 
 
 class RemoteFile:
@@ -192,7 +144,7 @@ class RemoteFile:
         self.name = url
         self._fs, self._path = filesystem(url)
         try:
-            info = retrying(lambda: self._fs.info(self._path), url)
+            info = retrying(functools.partial(self._fs.info, self._path), url)
         except FileNotFoundError as error:
             raise CheckpointError(f"{url} cannot be opened: no such file") from error
         if info["type"] != "file":
@@ -230,12 +182,13 @@ class RemoteFile:
         """Nothing is held open."""
 
 
-def open_source(name: str) -> Source:
-    """Open a path or URL.
+Source: TypeAlias = LocalFile | RemoteFile
+"""One open file. ``read`` may be called from several threads at once."""
+Opener: TypeAlias = Callable[[str], Source]
 
-    Raises:
-        CheckpointError: It cannot be opened, or is no regular file.
-    """
+
+def open_source(name: str) -> Source:
+    """Open a path or URL."""
     return RemoteFile(name) if is_url(name) else LocalFile(name)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from namedshard._errors import (
     message,
     warn_user,
 )
+from namedshard._place.boxes import volume
 from namedshard._place.shard import check_memory_kind, check_memory_of
 from namedshard._plan.best_effort import best_effort_spec
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
@@ -29,10 +30,10 @@ from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_m
 from namedshard._plan.mesh import MeshLike, describe, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
 from namedshard._safetensors.header import CODES, PACKED_BITS, TensorInfo
-from namedshard._safetensors.layout import Part
+from namedshard._safetensors.layout import Part, boxes_in
 from namedshard._safetensors.names import Names, Tensor, hold_leaf, tensors_by_leaf, tensors_of
 from namedshard._safetensors.progress import Progress
-from namedshard._types import PyTreeDef
+from namedshard._types import Bounds, PyTreeDef
 
 Missing: TypeAlias = Literal["error", "keep"]
 Unexpected: TypeAlias = Literal["error", "warn", "ignore"]
@@ -72,6 +73,10 @@ class Origin:
     part: Part
     scale: float
 
+    def nbytes_in(self, bounds: Bounds) -> int:
+        """Bytes of the file that a shard is made of."""
+        return self.info.dtype.itemsize * sum(map(volume, boxes_in(self.part, bounds)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
@@ -89,7 +94,7 @@ class Target:
     check: bool
 
 
-def resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: LoadOptions) -> list[Sharding | None]:
+def _resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: LoadOptions) -> list[Sharding | None]:
     """Each leaf's sharding: as planned, else an abstract leaf's own, else by best effort (None: the default device)."""
     mapping = resolve_mapping(options.mapping)
     # Without a mapping, only leaves that carry their own are planned.
@@ -124,20 +129,17 @@ def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | No
 def _unplanned_sharding(value: Any, mesh: Mesh | None, memory_kind: str | None) -> Sharding | None:
     if not is_array_like(value):
         return None
-    own = _chosen_sharding(value, mesh)
-    if own is not None and memory_kind is not None:
-        check_memory_of(sorted(own.addressable_devices, key=lambda d: d.id), memory_kind)
-        return own.with_memory_kind(memory_kind)
-    if own is not None:
-        return own
-    if mesh is not None:
+    sharding = _chosen_sharding(value, mesh)
+    if sharding is None and mesh is not None:
         return NamedSharding(mesh, best_effort_spec(tuple(value.shape), mesh), memory_kind=memory_kind)
     if memory_kind is None:
-        return None
-    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    local = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
-    check_memory_of([local], memory_kind)
-    return SingleDeviceSharding(local, memory_kind=memory_kind)
+        return sharding
+    if sharding is None:
+        device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        local = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+        sharding = SingleDeviceSharding(local)
+    check_memory_of(sorted(sharding.addressable_devices, key=lambda d: d.id), memory_kind)
+    return sharding.with_memory_kind(memory_kind)
 
 
 def _chosen_sharding(value: Any, mesh: Mesh | None) -> Sharding | None:
@@ -178,8 +180,7 @@ def requested_dtype(dtypes: DTypes, path: str, have: np.dtype[Any]) -> np.dtype[
     return None if requested is None else np.dtype(requested)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Conversion:
+class _Conversion(NamedTuple):
     """From a tensor's dtype to a leaf's: whether values must be checked to fit, and why it is refused (else "")."""
 
     dtype: np.dtype[Any]
@@ -203,7 +204,8 @@ def _resolve_conversion(leaf: Leaf, have: np.dtype[Any], options: LoadOptions) -
 def _resolve_narrowing(have: np.dtype[Any], wanted: np.dtype[Any], requested: bool, narrow: Narrow) -> _Conversion:
     """A conversion between dtypes of one kind."""
     if _kind(have) is np.integer:
-        lossy, refusal = may_lose(have, wanted), f"{have} values may not fit {wanted}"
+        a, b = jnp.iinfo(have), jnp.iinfo(wanted)
+        lossy, refusal = a.min < b.min or a.max > b.max, f"{have} values may not fit {wanted}"
         check = lossy
     else:
         lossy = jax.dtypes.canonicalize_dtype(have) != have and wanted != have
@@ -211,12 +213,6 @@ def _resolve_narrowing(have: np.dtype[Any], wanted: np.dtype[Any], requested: bo
         # Rounding to a dtype that was asked for is no error, even to infinity.
         check = lossy and not requested
     return _Conversion(wanted, check, refusal if lossy and not requested and narrow != "fit" else "")
-
-
-def may_lose(have: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """True if not every integer of one type fits the other."""
-    a, b = jax.numpy.iinfo(have), jax.numpy.iinfo(wanted)
-    return int(a.min) < int(b.min) or int(a.max) > int(b.max)
 
 
 def _find_mismatches(
@@ -231,13 +227,9 @@ def _find_mismatches(
     for tensor in tensors:
         info = found.get(tensor.name)
         if info is not None and info.shape != tensor.shape:
-            have, need = _dims(info.shape), _dims(tensor.shape)
+            have, need = (f"({', '.join(map(str, shape))})" for shape in (info.shape, tensor.shape))
             lines.append(f"{where}: tensor {tensor.name!r} has shape {have}, but {need} is needed")
     return lines
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))})"
 
 
 def resolve_targets(like: PyTree, found: Mapping[str, TensorInfo], path: str, options: LoadOptions) -> list[Target]:
@@ -245,7 +237,7 @@ def resolve_targets(like: PyTree, found: Mapping[str, TensorInfo], path: str, op
     leaves = named_leaves(like)
     arrays = [leaf for leaf in leaves if is_array_like(leaf.value)]
     _check_paths(options.dtype, [leaf.path for leaf in arrays])
-    shardings = resolve_shardings(leaves, jax.tree_util.tree_structure(like), options)
+    shardings = _resolve_shardings(leaves, jax.tree_util.tree_structure(like), options)
     tensors = tensors_of(like, options.names)
     used = {tensor.name for tensor in tensors}
     spare = [name for name in found if name not in used]
@@ -281,7 +273,7 @@ def _match(
             continue
         note = ", and the leaf is abstract: there is nothing to keep" if keep else ""
         lines += _find_mismatches(leaf, mine, found, spare, note)
-        origins[leaf.path] = _origins_of(leaf.path, present, found)
+        origins[leaf.path] = [Origin(t.name, found[t.name], p, t.scale) for t in present for p in t.parts_of(leaf.path)]
     if options.unexpected == "error":
         lines += [f"tensor {name!r} is for no leaf" for name in spare]
     if lines:
@@ -294,10 +286,6 @@ def _match(
     return origins
 
 
-def _origins_of(path: str, tensors: Sequence[Tensor], found: Mapping[str, TensorInfo]) -> list[Origin]:
-    return [Origin(t.name, found[t.name], part, t.scale) for t in tensors for part in t.parts_of(path)]
-
-
 def _convert(
     leaves: Sequence[Leaf],
     shardings: Sequence[Sharding | None],
@@ -308,9 +296,9 @@ def _convert(
     out: list[Target] = []
     lines: list[str] = []
     for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if not is_array_like(leaf.value) or leaf.path not in origins:
+        mine = origins.get(leaf.path)
+        if mine is None or not is_array_like(leaf.value):
             continue
-        mine = origins[leaf.path]
         resolved = {origin.info.dtype: _resolve_conversion(leaf, origin.info.dtype, options) for origin in mine}
         for origin in mine:
             if refusal := resolved[origin.info.dtype].refusal:

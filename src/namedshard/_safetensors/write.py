@@ -6,16 +6,15 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from namedshard._errors import CheckpointError, ExchangeError, NarrowingError, human_bytes
-from namedshard._place import boxes, exchange, moves
+from namedshard._errors import CheckpointError, ExchangeError, NarrowingError
+from namedshard._place import boxes, exchange, local
 from namedshard._place import transfer as collective
 from namedshard._processes.coordination import (
     ProcessFailed,
@@ -27,10 +26,11 @@ from namedshard._processes.coordination import (
 )
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
-from namedshard._safetensors.layout import Bounds, Part, boxes_in, leaf_bounds, leaf_view, overlap
+from namedshard._safetensors.layout import Part, boxes_in, leaf_bounds, leaf_view
 from namedshard._safetensors.outgoing import File, Outgoing
 from namedshard._safetensors.ranges import LOCAL, Chunk, plan_chunks, run_offsets
-from namedshard._safetensors.reader import limit_buffers, scaled
+from namedshard._safetensors.reader import find_unfit, limit_buffers, scaled
+from namedshard._types import Bounds
 
 
 class Failures:
@@ -41,60 +41,59 @@ class Failures:
         placed: Whether the new checkpoint is in place; None before a round fails, and if it isn't known then.
     """
 
-    def __init__(self, rounds: Rounds, where: str, nbytes: int) -> None:
+    def __init__(self, rounds: Rounds, what: str) -> None:
+        self.rounds = rounds
         self.broken = False
         self.placed: bool | None = None
-        self._rounds = rounds
-        self._what = f"{where}: the checkpoint ({human_bytes(nbytes)})"
+        self._what = what
         self._first: BaseException | None = None
         self._of_writing = False
 
     def __bool__(self) -> bool:
         return self._first is not None
 
-    def add(self, error: BaseException, *, of_writing: bool = False) -> None:
-        """Add an error; only the first is reported."""
-        if self._first is None:
-            self._first, self._of_writing = error, of_writing and isinstance(error, OSError)
-
     @contextlib.contextmanager
-    def caught(self, *, of_writing: bool = False) -> Generator[None]:
-        """Keep an error for the next round; ``of_writing``: if it is the operating system's, it is a file's."""
+    def caught(self, *, of_writing: bool = False, exchange: bool = False) -> Generator[None]:
+        """Keep an error for the next round, if it is the first.
+
+        ``of_writing``: if it is the operating system's, it is a file's. ``exchange``: it breaks an exchange of arrays.
+        """
         try:
             yield
         except BaseException as error:
-            self.add(error, of_writing=of_writing)
+            self.broken |= exchange
+            if self._first is None:
+                self._first, self._of_writing = error, of_writing and isinstance(error, OSError)
 
-    def round(
-        self, content: Mapping[str, Any] | None = None, *, placing: bool = False, exchanging: bool = False
-    ) -> list[Mapping[str, Any]]:
+    def round(self, content: Mapping[str, Any] | None = None, *, exchanging: bool = False) -> list[Mapping[str, Any]]:
         """Each process's message; raises on every process if any of them has failed. A collective.
 
-        ``placing``: process 0 has tried to put the new checkpoint in place. ``exchanging``: an exchange of arrays
-        follows, if nobody has failed.
+        Messages say ``placed`` once process 0 has tried to put the new checkpoint in place. ``exchanging``: an exchange
+        of arrays follows, if nobody has failed.
         """
         if self.broken and self._first is not None:
             # A process that died does not come to a round, and JAX ends those that wait for it.
             raise self._first
-        self._rounds.exchanging = exchanging
+        self.rounds.exchanging = exchanging
+        message = {**(content or {}), **self._report()}
         try:
-            found = self._rounds.next_round({**(content or {}), **self._report()})
-            failed = {process: report for process, report in enumerate(found) if "error" in report}
+            found = self.rounds.next_round(message)
+            failed = [(process, report) for process, report in enumerate(found) if "error" in report]
             if not failed:
                 return found
             self.placed = found[0].get("placed", False)
         except (ProcessFailed, ExchangeError) as error:
-            self.placed = None if placing else False
+            self.placed = None if "placed" in message else False
             if self._first is None and exchange_failure():
                 headline = f"{self._what} is not saved: an exchange of arrays between processes broke off"
                 raise exchange_error(headline + self._before()) from error
-            failed = {error.process: {"error": error.reason}} if isinstance(error, ProcessFailed) else {}
+            failed = [(error.process, {"error": error.reason})] if isinstance(error, ProcessFailed) else []
         # Every process raises now, so none starts an exchange.
-        self._rounds.exchanging = False
+        self.rounds.exchanging = False
         if self._first is None:
-            raise self._error(*next(iter(failed.items())))
+            raise self._error(*failed[0])
         if self._of_writing:
-            raise self._error(self._rounds.me, self._report()) from self._first
+            raise self._error(self.rounds.me, message) from self._first
         raise self._first
 
     def _report(self) -> Mapping[str, Any]:
@@ -115,7 +114,7 @@ class Failures:
         if not report.get("of_writing"):
             why = f"is not saved: process {process} broke off: {why}"
             fix = f"see to the error of process {process}, and save again on every process"
-        elif process == self._rounds.me:
+        elif process == self.rounds.me:
             why = f"cannot be written: {why}"
         else:
             why = f"cannot be written: it failed on process {process}: {why}"
@@ -132,63 +131,51 @@ class HostShards:
     """A leaf, or some of it, as shards that this process can read: bounds in the leaf, and data."""
 
     dtype: np.dtype[Any]
-    shards: Sequence[tuple[Bounds, Any]]
+    shards: Mapping[Bounds, Any]
 
     def read(self, part: Part, box: Bounds) -> np.ndarray:
         """The elements of a box of a part, in its atoms' order; a view of a shard that has them all."""
         out: np.ndarray | None = None
-        for bounds, data in self.shards:
+        for bounds, data in self.shards.items():
             for held in boxes_in(part, bounds):
-                shared = overlap(held, box)
+                shared = boxes.overlap(held, box)
                 if shared is None:
                     continue
-                view = _read_box(part, shared, bounds, data)
+                region = leaf_bounds(part, shared)
+                view = leaf_view(part, shared, local.read_box(data, bounds, region), [lo for lo, _ in region])
                 if shared == box:
                     return view
                 if out is None:
-                    out = np.empty([hi - lo for lo, hi in box], self.dtype)
-                out[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(shared, box, strict=True))] = view
+                    out = np.empty(boxes.shape_of(box), self.dtype)
+                out[boxes.local_slices(shared, box)] = view
         assert out is not None
         return out
 
 
-def _read_box(part: Part, box: Bounds, bounds: Bounds, data: Any) -> np.ndarray:
-    """A box of a part from a shard that has all of it."""
-    region = leaf_bounds(part, box)
-    within = tuple((lo - start, hi - start) for (lo, hi), (start, _) in zip(region, bounds, strict=True))
-    return leaf_view(part, box, moves.host_piece(data, within), [lo for lo, _ in region])
+def _shards_here(value: Any) -> HostShards:
+    """The distinct shards of a leaf that this process has."""
+    if isinstance(value, jax.Array):
+        held = {boxes.bounds_of(shard.index, value.shape): shard.data for shard in value.addressable_shards}
+        return HostShards(value.dtype, held)
+    array = np.asarray(value)
+    return HostShards(array.dtype, {boxes.whole(array.shape): array})
 
 
-def distinct_shards(value: Any) -> HostShards:
-    """The shards of a leaf that this process has, each distinct one once."""
-    if not isinstance(value, jax.Array):
-        array = np.asarray(value)
-        return HostShards(array.dtype, [(tuple((0, n) for n in array.shape), array)])
-    found: dict[Bounds, Any] = {}
-    for shard in value.addressable_shards:
-        found.setdefault(boxes.bounds_of(shard.index, value.shape), shard.data)
-    return HostShards(value.dtype, list(found.items()))
-
-
-def gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> HostShards | None:
+def _gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> HostShards | None:
     """A region of a shared array on one process; None on the others. A collective."""
     device = next(d for d in jax.devices() if d.process_index == owner)
-    target = exchange.layout({device: region}, value.ndim)
-    buffers: dict[tuple[int, Bounds], np.ndarray] = {}
-    if owner == jax.process_index():
-        buffers[0, region] = np.empty([hi - lo for lo, hi in region], value.dtype)
-    collective.exchange([value], [target], buffers, budget)
-    return HostShards(value.dtype, [(region, buffer) for (_, region), buffer in buffers.items()]) if buffers else None
+    mine = owner == jax.process_index()
+    buffers = {region: np.empty(boxes.shape_of(region), value.dtype)} if mine else {}
+    collective.exchange([value], [exchange.layout({device: region}, value.ndim)], [buffers], budget)
+    return HostShards(value.dtype, buffers) if mine else None
 
 
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
     """Raise if a value does not fit the tensor's integer dtype."""
-    info = ml_dtypes.iinfo(tensor.dtype)
+    if not find_unfit(data, tensor.dtype):
+        return
     exact: Any = int if jnp.issubdtype(data.dtype, np.integer) else float
     least, most = exact(data.min()), exact(data.max())
-    # Not "outside of": NaN compares with nothing.
-    if info.min <= least and most <= info.max:
-        return
     values = f"values from {least} to {most} do" if least < most else f"value {least} does"
     raise NarrowingError(
         f"tensor {tensor.name!r}: {data.dtype} {values} not fit {tensor.dtype}",
@@ -206,86 +193,74 @@ def _as_stored(tensor: Outgoing, data: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(data, dtype=tensor.dtype)
 
 
+@dataclasses.dataclass(eq=False)
 class FileWriter:
     """Writes files together with the other processes.
 
-    Args:
-        directory: Where.
-        me: This process's number.
-        metadata: For the header of each file.
+    Attributes:
         budget: Bytes of host memory for what is gathered and converted.
         shared: Ids of the values that it takes all processes to get at.
         failures: What goes wrong here, which ends the writing, but not this process's part in exchanges of arrays.
-        advance: Called with the bytes that were written, for the progress.
+        partials: The files written so far.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        me: int,
-        metadata: dict[str, str],
-        budget: int,
-        shared: frozenset[int],
-        failures: Failures,
-        advance: Callable[[int], None],
-    ) -> None:
-        self.partials: list[PartialFile] = []
-        self._directory = directory
-        self._me = me
-        self._metadata = metadata
-        self._budget = budget
-        self._shared = shared
-        self._failures = failures
-        self._advance = advance
+    directory: str
+    metadata: dict[str, str]
+    budget: int
+    shared: frozenset[int]
+    failures: Failures
+    advance: Callable[[int], None]
+    partials: list[PartialFile] = dataclasses.field(default_factory=list[PartialFile])
 
     def write(self, file: File) -> None:
         """Write one file beside its name, on its owner; the other processes take part in gathering. Raises nothing."""
-        head, size = encode_header([(t.name, t.dtype, t.shape) for t in file.tensors], self._metadata)
+        head, size = encode_header([(t.name, t.dtype, t.shape) for t in file.tensors], self.metadata)
         partial: PartialFile | None = None
-        if file.owner == self._me and not self._failures:
-            with self._failures.caught(of_writing=True):
+        if file.owner == self.failures.rounds.me and not self.failures:
+            with self.failures.caught(of_writing=True):
                 # Where it was looked for before, some network file systems believe it absent until they are asked to.
-                os.makedirs(self._directory, exist_ok=True)
-                partial = PartialFile(os.path.join(self._directory, file.name), size)
+                os.makedirs(self.directory, exist_ok=True)
+                partial = PartialFile(os.path.join(self.directory, file.name), size)
                 self.partials.append(partial)
                 partial.write(0, memoryview(head))
         together = self.exchanged(file)
-        try:
-            # The others wait in an exchange for one that does not come to it.
-            with guard_exchange(together):
-                self._write_tensors(file, partial, len(head))
-        except BaseException as error:
-            self._failures.broken |= together
-            self._failures.add(error)
-        if partial is not None and not self._failures:
-            with self._failures.caught(of_writing=True):
+        # The others wait in an exchange for one that does not come to it.
+        with self.failures.caught(exchange=together), guard_exchange(together):
+            self._write_tensors(file, partial, len(head))
+        if partial is not None and not self.failures:
+            with self.failures.caught(of_writing=True):
                 partial.finish()
+
+    def close(self) -> None:
+        """Close all files; those that were not committed are removed."""
+        for partial in self.partials:
+            partial.close()
 
     def exchanged(self, file: File) -> bool:
         """Whether it takes an exchange of arrays to write a file."""
-        return any(id(value) in self._shared for tensor in file.tensors for value, _ in tensor.parts)
+        return any(id(value) in self.shared for tensor in file.tensors for value, _ in tensor.parts)
 
     def _write_tensors(self, file: File, partial: PartialFile | None, at: int) -> None:
-        settings = limit_buffers(LOCAL, self._budget // 2)
-        gathering = dataclasses.replace(settings, read_bytes=max(1 << 16, min(64 << 20, self._budget // 4)))
+        settings = limit_buffers(LOCAL, self.budget // 2)
+        gathering = dataclasses.replace(settings, read_bytes=max(1 << 16, min(64 << 20, self.budget // 4)))
         with concurrent.futures.ThreadPoolExecutor(settings.threads, thread_name_prefix="namedshard-write") as pool:
             for tensor in file.tensors:
                 for value, part in tensor.parts:
-                    together = id(value) in self._shared
+                    together = id(value) in self.shared
                     found = plan_chunks(
                         part, [part.whole], tensor.dtype.itemsize, at, gathering if together else settings
                     )
                     write = functools.partial(self._write_chunks, pool, partial, tensor, part)
-                    # What all processes share is gathered chunk by chunk, on all of them in the same order.
                     if not together:
-                        write(lambda value=value: distinct_shards(value), found)
+                        write(value, found)
                         continue
+                    # What all processes share is gathered chunk by chunk, on all of them in the same order.
                     for chunk in found:
-                        if self._failures.broken:
+                        if self.failures.broken:
                             return
-                        gathered = gather_region(value, leaf_bounds(part, chunk.box), file.owner, self._budget // 4)
+                        gathered = _gather_region(value, leaf_bounds(part, chunk.box), file.owner, self.budget // 4)
                         if gathered is not None:
-                            write(lambda gathered=gathered: gathered, [chunk])
+                            write(gathered, [chunk])
                 at += tensor.nbytes
 
     def _write_chunks(
@@ -294,27 +269,27 @@ class FileWriter:
         partial: PartialFile | None,
         tensor: Outgoing,
         part: Part,
-        shards: Callable[[], HostShards],
+        value: Any,
         found: Iterable[Chunk],
     ) -> None:
-        if partial is None or self._failures:
+        """Write chunks of a part from the leaf's value, or from those of its shards that were gathered."""
+        if partial is None or self.failures:
             return
-        with self._failures.caught():
-            held = shards()
+        with self.failures.caught():
+            held = value if isinstance(value, HostShards) else _shards_here(value)
             pending = [pool.submit(self._write_chunk, partial, tensor, part, held, chunk) for chunk in found]
             for future in pending:
-                with self._failures.caught(of_writing=True):
+                with self.failures.caught(of_writing=True):
                     count = future.result()
-                if self._failures:
+                if self.failures:
                     return
                 # Whatever it raises is the caller's own, also where it looks like a file's.
-                self._advance(count)
+                self.advance(count)
 
     def _write_chunk(self, file: PartialFile, tensor: Outgoing, part: Part, shards: HostShards, chunk: Chunk) -> int:
-        if self._failures:
+        if self.failures:
             return 0
-        flat = _as_stored(tensor, shards.read(part, chunk.box)).reshape(-1).view(np.uint8)
-        data = memoryview(flat)
+        data = memoryview(_as_stored(tensor, shards.read(part, chunk.box)).reshape(-1).view(np.uint8))
         for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):
             file.write(offset, data[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
-        return flat.nbytes
+        return data.nbytes

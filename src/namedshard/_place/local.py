@@ -1,0 +1,312 @@
+"""EFFECTS. Moves arrays inside one process, batched over all the leaves that take the same route."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from namedshard import _jaxcompat as compat
+from namedshard._errors import NarrowingError, at, count_of, message, warn_user
+from namedshard._place.boxes import (
+    aligned_empty,
+    bounds_of,
+    distinct_shards,
+    local_slices,
+    shape_of,
+    shard_sources,
+    whole,
+)
+from namedshard._place.route import Move, Route, placement_of
+from namedshard._place.traced import change_traced_memory, constrain_traced
+from namedshard._plan.leaves import jax_dtype, native_dtype
+from namedshard._types import Bounds
+
+
+def run(work: Sequence[Move], *, manual: frozenset[str]) -> None:
+    """Carry out checked moves, filling in each one's ``result``."""
+    traced: list[Move] = []
+    from_host: list[Move] = []
+    between_devices: list[Move] = []
+    for move in work:
+        if move.route is Route.ANNOTATE:
+            move.result = move.value.update(sharding=move.want)
+        elif move.route is Route.KEEP:
+            move.result = move.value
+        elif move.route is Route.TRACED:
+            traced.append(move)
+        elif move.route is Route.FROM_HOST:
+            from_host.append(move)
+        else:
+            between_devices.append(move)
+    if traced:
+        constrain_traced(traced, manual)
+    if from_host or between_devices:
+        with compat.no_context_mesh():
+            _move_from_host(from_host)
+            _move_between_devices(between_devices)
+
+
+# --- from the host ----------------------------------------------------------------------------------------------------
+
+
+def _largest(value: Any) -> float:
+    """The largest finite magnitude among floats, or among the parts of complex numbers."""
+    parts = [np.abs(p) for p in ((value.real, value.imag) if value.dtype.kind == "c" else (value,))]
+    return float(max(np.max(p, where=np.isfinite(p), initial=0) for p in parts))
+
+
+def check_narrowing(leaves: Iterable[tuple[str, Any]], total: int) -> None:
+    """Check (path, value)s: 64-bit integers that JAX would wrap are an error, floats that become infinite a warning."""
+    lines: list[str] = []
+    infinite: list[str] = []
+    for path, value in leaves:
+        if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or value.dtype.kind not in "iufc" or not value.size:
+            continue
+        kept = jax_dtype(value.dtype)
+        if kept.itemsize == value.dtype.itemsize:
+            continue
+        if value.dtype.kind in "iu":
+            low, high = int(np.min(value)), int(np.max(value))
+            info = np.iinfo(kept)
+            if low < info.min or high > info.max:
+                lines.append(f"{at(path)}: {value.dtype} values from {low} to {high} do not fit {kept}")
+        elif (largest := _largest(value)) > float(np.finfo(kept).max):
+            infinite.append(f"{at(path)}: {value.dtype} values up to {largest:.3g} are infinite in {kept}")
+    if infinite:
+        warn_user(message(f"{count_of(len(infinite), total)} overflow in 32 bits", infinite), RuntimeWarning)
+    if lines:
+        raise NarrowingError(
+            f"{count_of(len(lines), total)} would be narrowed to wrong values",
+            lines,
+            fix='enable 64-bit types (jax.config.update("jax_enable_x64", True)), or cast them first',
+        )
+
+
+def _move_from_host(work: Sequence[Move]) -> None:
+    rest: list[Move] = []
+    for move in work:
+        if not _in_this_memory(move):
+            rest.append(move)
+        elif isinstance(move.value, jax.Array):
+            _copy_shards(move)
+        else:
+            move.result = shard_host_value(np.asarray(move.value), move.want)
+    if rest:
+        _put(rest, [m.want for m in rest], [m.value if isinstance(m.value, jax.Array) else _own(m.value) for m in rest])
+
+
+def shard_host_value(value: np.ndarray, want: NamedSharding) -> jax.Array:
+    """A host array copied into this process's shards."""
+    with np.errstate(over="ignore"):
+        return _copy_into_shards(value.shape, jax_dtype(value.dtype), want, (whole(value.shape),), [value])
+
+
+def _own(value: Any) -> np.ndarray:
+    return np.array(value, dtype=native_dtype(value.dtype), copy=True)
+
+
+def _put(work: Sequence[Move], through: Sequence[NamedSharding], values: Sequence[Any]) -> None:
+    """One ``device_put`` for all, never with its ``donate``: that deletes nothing, and crashes between two devices."""
+    sources = [_unshared(v, s) for v, s in zip(values, through, strict=True)]
+    _finish(work, jax.device_put(sources, list(through)))
+
+
+def _unshared(x: Any, want: NamedSharding) -> Any:
+    """The array, or a copy where ``device_put`` would hand back a buffer of it, to be lost when it is donated."""
+    if not isinstance(x, jax.Array) or x.sharding.memory_kind != want.memory_kind:
+        return x
+    have, wanted = (s.devices_indices_map(x.shape) for s in (x.sharding, want))
+    return jnp.copy(x) if any(wanted.get(d) == index for d, index in have.items()) else x
+
+
+# --- between devices of this process ----------------------------------------------------------------------------------
+
+
+def on_cpus(where: Sharding | Mesh | None) -> bool:
+    """True if all devices of a sharding or mesh (None: the default device) are CPUs, whose memory numpy sees."""
+    if where is None:
+        return jax.local_devices()[0].platform == "cpu"
+    return all(d.platform == "cpu" for d in (where.devices.flat if isinstance(where, Mesh) else where.device_set))
+
+
+def _copy_into_shards(
+    shape: tuple[int, ...], dtype: Any, want: NamedSharding, sources: tuple[Bounds, ...], values: Sequence[np.ndarray]
+) -> jax.Array:
+    """An array from boxes of it in this host's memory: one copy, no whole array in between, nothing aliased."""
+    pieces: dict[Bounds, np.ndarray] = {}
+    for box, copies in shard_sources(shape, sources, want).items():
+        piece = pieces[box] = aligned_empty(shape_of(box), dtype)
+        for source, into, out_of in copies:
+            piece[into] = values[source][out_of]
+    return from_pieces(shape, dtype, want, pieces)
+
+
+def _copy_shards(move: Move) -> None:
+    x = move.value
+    distinct = distinct_shards(x.shape, x.sharding)
+    shards = {s.device: s for s in x.addressable_shards}
+    values = [np.asarray(shards[device].data) for device in distinct.values()]
+    move.result = _copy_into_shards(x.shape, x.dtype, move.want, tuple(distinct), values)
+    if move.donate:
+        x.delete()
+
+
+def _in_this_memory(move: Move) -> bool:
+    """True if this host's own memory holds the source and will hold the result, and numpy can carry it over."""
+    x = move.value
+    if not on_cpus(move.want):
+        return False
+    return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or x.weak_type or not on_cpus(x.sharding))
+
+
+def _move_between_devices(work: Sequence[Move]) -> None:
+    """CONSTRAIN and DEVICE_PUT: on CPUs arrays are copied shard by shard, elsewhere devices send to each other."""
+    constrained: list[Move] = []
+    rest: list[Move] = []
+    for move in work:
+        if _in_this_memory(move):
+            _copy_shards(move)
+        elif move.route is Route.CONSTRAIN and not on_cpus(move.want):
+            constrained.append(move)
+        else:
+            rest.append(move)
+    if constrained:
+        constrain_jit(constrained)
+    if rest:
+        # By way of device memory: `device_put` cannot change the devices' order and leave host memory at once.
+        _put(rest, [_device_sharding(m.want) for m in rest], [_to_device_memory(m.value) for m in rest])
+
+
+def from_pieces(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, np.ndarray]
+) -> jax.Array:
+    """An array of pieces that are given up for it; those made by `aligned_empty` are taken over by CPU devices.
+
+    ``sharding`` None is the default device, uncommitted, with one piece.
+    """
+    with compat.no_context_mesh():
+        if sharding is None:
+            return jax.device_put(next(iter(pieces.values())))
+        if not sharding.addressable_devices:
+            # JAX asks for a replicated array's one piece even where no device of this process holds it.
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: pieces[bounds_of(index or (), shape)], dtype=dtype
+        )
+
+
+def onto_devices(
+    shape: tuple[int, ...], sharding: Sharding | None, bounds: Bounds, piece: np.ndarray
+) -> list[jax.Array]:
+    """One piece on each of this process's devices that it belongs to."""
+    with compat.no_context_mesh():
+        if sharding is None:
+            return [jax.device_put(piece)]
+        indices = sharding.addressable_devices_indices_map(shape)
+        devices = [d for d, index in indices.items() if bounds_of(index or (), shape) == bounds]
+        places = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
+        return jax.device_put([piece] * len(places), places)
+
+
+def from_device_pieces(shape: tuple[int, ...], sharding: Sharding | None, arrays: Sequence[jax.Array]) -> jax.Array:
+    """An array of the pieces that `onto_devices` made."""
+    if sharding is None:
+        return arrays[0]
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays))
+
+
+def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
+    """A box of an array as numpy, from one device's (or the host's) piece that holds ``held``; on CPUs a view of it."""
+    slices = local_slices(box, held)
+    on_device = isinstance(piece, jax.Array) and piece.sharding.memory_kind == _device_kind(piece.sharding)
+    if box == held or not on_device or on_cpus(piece.sharding):
+        # The ellipsis keeps arrays of no dimensions arrays.
+        return np.asarray(piece)[(*slices, ...)]
+    # Only the box crosses to the host, and JAX keeps no copy of the whole piece there.
+    with compat.no_context_mesh():
+        return np.asarray(jax.lax.dynamic_slice(piece, [s.start for s in slices], shape_of(box)))
+
+
+def _device_kind(sharding: Sharding) -> str:
+    return next(iter(sharding.addressable_devices)).default_memory().kind
+
+
+def _device_sharding(want: NamedSharding) -> NamedSharding:
+    return want.with_memory_kind(_device_kind(want))
+
+
+def _to_device_memory(x: jax.Array) -> jax.Array:
+    kind = _device_kind(x.sharding)
+    return x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+
+def _finish(work: Sequence[Move], results: Sequence[jax.Array]) -> None:
+    """Move results to the memory that is wanted, and delete the sources that are given up."""
+    elsewhere = [i for i, (m, r) in enumerate(zip(work, results, strict=True)) if r.sharding != m.want]
+    moved = jax.device_put([results[i] for i in elsewhere], [work[i].want for i in elsewhere])
+    there = dict(zip(elsewhere, moved, strict=True))
+    for i, (move, result) in enumerate(zip(work, results, strict=True)):
+        move.result = there.get(i, result)
+        if move.donate:
+            move.value.delete()
+
+
+@functools.lru_cache(maxsize=256)
+def _identity(shardings: tuple[Sharding, ...]) -> Callable[..., Any]:
+    def identity(*xs: jax.Array) -> tuple[jax.Array, ...]:
+        return xs
+
+    return jax.jit(identity, out_shardings=shardings)
+
+
+def constrain_jit(work: Sequence[Move]) -> None:
+    """One compiled identity for the whole batch; collectives between the devices, nothing passes through the host."""
+    _finish(work, _identity(tuple(_device_sharding(m.want) for m in work))(*(_to_device_memory(m.value) for m in work)))
+
+
+# --- memory kinds -----------------------------------------------------------------------------------------------------
+
+
+def _default_sharding() -> Sharding:
+    """Where ``jax.numpy`` puts a host array: replicated over the mesh of ``jax.set_mesh``, or on the default device."""
+    mesh, _ = compat.context_meshes()
+    if mesh is not None:
+        return NamedSharding(mesh, PartitionSpec())
+    with compat.no_context_mesh():
+        return jnp.zeros(()).sharding
+
+
+def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
+    """The same arrays in another memory kind, on the same devices in the same shards; traced or not.
+
+    One array in several places stays one. Host arrays go to the devices that ``jax.numpy`` would take, and
+    ``jax.ShapeDtypeStruct``s get the sharding.
+
+    Raises:
+        MemoryKindError: Compiled code has no word for the memory kind.
+    """
+    staging = compat.staging()
+    moved: dict[int, Any] = {}
+    eager: dict[int, tuple[Any, Sharding]] = {}
+    for key, x in {id(x): x for x in values}.items():
+        now = placement_of(x, staging)
+        if now.kind == "abstract":
+            moved[key] = x.update(sharding=(x.sharding or _default_sharding()).with_memory_kind(memory_kind))
+        elif now.kind == "traced":
+            moved[key] = change_traced_memory(x, memory_kind)
+        elif now.kind == "host":
+            # By way of no device: what is to live in host memory may be too large for one.
+            eager[key] = _own(x), _default_sharding().with_memory_kind(memory_kind)
+        elif now.memory_kind == memory_kind:
+            moved[key] = x
+        else:
+            eager[key] = x, x.sharding.with_memory_kind(memory_kind)
+    if eager:
+        with compat.no_context_mesh():
+            results = jax.device_put([x for x, _ in eager.values()], [sharding for _, sharding in eager.values()])
+        moved |= zip(eager, results, strict=True)
+    return [moved[id(x)] for x in values]
