@@ -225,8 +225,7 @@ class NamedJit:
             moved = sum(arrays[n].nbytes for n in call.reshards)
             self._function.reshards += len(call.reshards)
             self._function.bytes_moved += moved
-            call.streak = call.streak + 1 if call.last_run == store.runs - 1 else 1
-            call.last_run = store.runs
+            call.streak = call.streak + 1 if call.used == store.runs else 1
             if call.streak == 3:
                 self._function.warn(
                     f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",

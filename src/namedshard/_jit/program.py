@@ -18,7 +18,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import OffloadError, count_of, message, warn_user
 from namedshard._jit.arguments import Arguments
 from namedshard._jit.transfers import check_transfers
-from namedshard._jit.unflatten import Builder, unflattener
+from namedshard._jit.unflatten import Builder, filled, unflattener
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf, named_leaves
 from namedshard._plan.mapping import AxisMapping, axis_mapping
@@ -56,12 +56,16 @@ class Function:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """One array output: its path, what the mapping asks for (None: whatever the compiler chose), and its type."""
+    """One array output: its path, what the mapping asks for (None: whatever the compiler chose), and its type.
+
+    ``got`` is the sharding it comes out with, once that is known.
+    """
 
     path: str
     asked: NamedSharding | None
     aval: Any
     memory_kind: str
+    got: Any = None
 
 
 _tracing = threading.local()
@@ -165,7 +169,7 @@ class Program:
 
         def flat(*values: Any) -> tuple[Any, ...]:
             function.traces += 1
-            whole = jax.tree_util.tree_unflatten(self.treedef, _filled(self.statics, indices, values))
+            whole = jax.tree_util.tree_unflatten(self.treedef, filled(self.statics, indices, values))
             fn, args, kwargs = whole if function.get is None else (function.get(), *whole)
             if mapping is None:
                 return self._place_outputs(fn(*args, **kwargs))
@@ -213,20 +217,15 @@ class Program:
             leaves = place_leaves(paths, leaves, constrained)
         return leaves, by_jit | {i for i, want in constrained if self._outermost and _kept_in_memory(leaves[i], want)}
 
-    def _choose_builder(self, treedef: Any, statics: Sequence[Any], indices: Sequence[int]) -> None:
+    def _choose_builder(self, treedef: PyTreeDef, statics: Sequence[Any], indices: Sequence[int]) -> None:
         """The faster way to build the result is prepared at its second use: many functions are called once."""
-
-        def with_statics(build: Builder) -> Builder:
-            if len(indices) == len(statics):
-                return build
-            return lambda arrays: build(_filled(statics, indices, arrays))
 
         def first(arrays: Sequence[Any]) -> Any:
             self.build = second
-            return with_statics(treedef.unflatten)(arrays)
+            return treedef.unflatten(filled(statics, indices, arrays))
 
         def second(arrays: Sequence[Any]) -> Any:
-            self.build = with_statics(unflattener(treedef))
+            self.build = unflattener(treedef, statics, indices)
             return self.build(arrays)
 
         self.build = first
@@ -287,14 +286,6 @@ class _Path(str):
 
     def isidentifier(self) -> bool:
         return True
-
-
-def _filled(statics: Sequence[Any], indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-    """All leaves of a tree, from the static ones and the arrays."""
-    full = list(statics)
-    for i, x in zip(indices, arrays, strict=True):
-        full[i] = x
-    return full
 
 
 def _is_output_array(x: Any) -> bool:

@@ -10,25 +10,11 @@ from jax.sharding import Mesh, NamedSharding
 from namedshard._errors import MismatchError, message
 from namedshard._jit.arguments import compare, mismatch_message
 from namedshard._jit.donation import check_not_deleted, check_shared, is_concrete
+from namedshard._jit.program import Output
 from namedshard._jit.signature import held_numbers, static_key
 from namedshard._jit.store import CallPlan
 from namedshard._place.route import placement_of
 from namedshard._place.shard import place_leaves
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutputPlacement:
-    """One output of a compiled function.
-
-    Attributes:
-        path: The leaf path in the result.
-        asked: The sharding that its mapping asks for, or None where the compiler chose.
-        got: The sharding it comes out with.
-    """
-
-    path: str
-    asked: NamedSharding | None
-    got: Any
 
 
 class _Stage:
@@ -121,12 +107,12 @@ class Compiled(_Stage):
             fixes = ["place them as they were when it was lowered, or lower it again for these arguments"]
             raise MismatchError(mismatch_message(self._program.name, found, len(values), fixes)) from None
 
-    def outputs(self) -> tuple[OutputPlacement, ...]:
+    def outputs(self) -> tuple[Output, ...]:
         """For each array output, what its mapping asks for and where it comes out."""
         got = jax.tree_util.tree_leaves(self._stage.output_shardings)
         for n, want in self._program.empty:
             got[n] = want
-        return tuple(OutputPlacement(o.path, o.asked, s) for o, s in zip(self._program.outputs, got, strict=True))
+        return tuple(dataclasses.replace(o, got=s) for o, s in zip(self._program.outputs, got, strict=True))
 
     def explain(self) -> str:
         """Each output in a line: its path, the spec it comes out with, and who decided."""

@@ -68,9 +68,8 @@ class CallPlan:
     # The structure's `held_numbers`.
     held: tuple[list[Any], Hashable] | None
     has_run: bool = False
-    # Consecutive calls that moved ``reshards``, and the numbers of the last of them and of the last run.
+    # Consecutive calls that moved ``reshards``, and the number of the last run.
     streak: int = 0
-    last_run: int = -2
     used: int = 0
 
 

@@ -37,23 +37,24 @@ def _always(node: Any) -> Builder:
     return lambda _: node
 
 
-def _each(parts: Sequence[Builder]) -> Builder:
-    return lambda leaves: [part(leaves) for part in parts]
+def _each(nodes: Sequence[Any], parts: Sequence[Builder | None]) -> Builder:
+    made = [part or _always(x) for x, part in zip(nodes, parts, strict=True)]
+    return lambda leaves: [part(leaves) for part in made]
 
 
 def _build(node: Any) -> Builder | None:
     """How to build a node; None where one object will do for all calls: it has no leaf and cannot be changed."""
     if type(node) is _Slot:
         return operator.itemgetter(node.index)
-    if node is None:
+    if node is None or jax.tree_util.all_leaves([node]):
         return None
     if type(node) in (list, tuple, dict):
         return _build_container(node)
     if _plain_instance(node):
         return _build_instance(node)
     inner, treedef = jax.tree_util.tree_flatten(node)
-    picks = [x.index for x in inner]
-    return lambda leaves: jax.tree_util.tree_unflatten(treedef, [leaves[i] for i in picks])
+    collect = _each(inner, [_build(x) for x in inner])
+    return lambda leaves: jax.tree_util.tree_unflatten(treedef, collect(leaves))
 
 
 def _build_container(node: Any) -> Builder | None:
@@ -62,7 +63,7 @@ def _build_container(node: Any) -> Builder | None:
     parts = [_build(x) for x in children]
     if kind is tuple and not any(parts):
         return None
-    collect = _each([part or _always(x) for part, x in zip(parts, children, strict=True)])
+    collect = _each(children, parts)
     if children and all(type(x) is _Slot for x in children):
         # The leaves of a container of nothing but leaves are consecutive.
         collect = operator.itemgetter(slice(children[0].index, children[-1].index + 1))
@@ -104,16 +105,28 @@ def _build_instance(node: Any) -> Builder | None:
     return build
 
 
-def unflattener(treedef: PyTreeDef) -> Builder:
-    """A function from leaves to the tree of this structure; equal to ``treedef.unflatten`` in every respect."""
-    slots = [_Slot(i) for i in range(treedef.num_leaves)]
+def filled(statics: Sequence[Any], indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+    """All leaves of a tree, from the static ones and the arrays."""
+    full = list(statics)
+    for i, x in zip(indices, arrays, strict=True):
+        full[i] = x
+    return full
+
+
+def unflattener(treedef: PyTreeDef, statics: Sequence[Any], indices: Sequence[int]) -> Builder:
+    """A function from arrays to the tree of this structure with them and the static leaves.
+
+    It is equal to ``treedef.unflatten`` of the `filled` leaves in every respect.
+    """
+    slots = [_Slot(n) for n in range(len(indices))]
+    whole = filled(statics, indices, slots)
     try:
-        tree = jax.tree_util.tree_unflatten(treedef, slots)
+        tree = jax.tree_util.tree_unflatten(treedef, whole)
         built = _build(tree) or _always(tree)
         leaves, again = jax.tree_util.tree_flatten(built(slots))
-        if again == treedef and all(a is b for a, b in zip(leaves, slots, strict=True)):
+        if again == treedef and all(a is b for a, b in zip(leaves, whole, strict=True)):
             return built
     except Exception:
         # A node whose constructor looks at its leaves cannot be analyzed with placeholders.
-        return treedef.unflatten
-    return treedef.unflatten
+        pass
+    return lambda arrays: treedef.unflatten(filled(statics, indices, arrays))
