@@ -117,7 +117,7 @@ def described(node: Any) -> Any:
 @pytest.mark.parametrize("name", TREES)
 def test_equal_to_jaxs_own(name: str) -> None:
     leaves, treedef = jax.tree_util.tree_flatten(TREES[name])
-    build = unflattener(treedef)
+    build = unflattener(treedef, leaves, range(len(leaves)))
     for new in (leaves, [jnp.asarray(x(n + 1)) for n in range(len(leaves))]):
         mine, jaxs = build(new), treedef.unflatten(new)
         mine_leaves, mine_def = jax.tree_util.tree_flatten(mine)
@@ -139,7 +139,7 @@ def nodes(tree: Any) -> list[Any]:
 def test_containers_are_new_each_time() -> None:
     tree = {"a": [], "b": Node(x(), {"c": []}), "d": {}, "e": Bag("e"), "f": ([],)}
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    build = unflattener(treedef)
+    build = unflattener(treedef, leaves, range(len(leaves)))
     first = build(leaves)
     first["a"].append(1)
     first["b"].inner["c"].append(1)
@@ -152,5 +152,15 @@ def test_containers_are_new_each_time() -> None:
 
 def test_static_fields_are_the_same_objects() -> None:
     leaves, treedef = jax.tree_util.tree_flatten(Node(x(), name="n" * 40))
-    build = unflattener(treedef)
+    build = unflattener(treedef, leaves, range(len(leaves)))
     assert build(leaves).name is build(leaves).name
+
+
+def test_static_leaves_are_kept_beside_the_arrays() -> None:
+    tree = (Node([1, x(), "a"], {"n": 2.5, "x": x()}), [None, (3, "b")], Pair(x(), 4))
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    statics = [None if i in indices else leaf for i, leaf in enumerate(leaves)]
+    built = unflattener(treedef, statics, indices)([leaves[i] for i in indices])
+    assert jax.tree_util.tree_structure(built) == treedef
+    assert all(a is b for a, b in zip(jax.tree_util.tree_leaves(built), leaves, strict=True))

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -20,33 +20,19 @@ from namedshard._plan.mesh import MeshLike, describe, manual_axes
 from namedshard._plan.plan import plan_leaves
 from namedshard._types import Device, PyTreeDef
 
-# --- leaves -----------------------------------------------------------------------------------------------------------
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
     """The flattened arguments of one call. Arrays are traced; all other leaves are static.
 
-    Attributes:
-        treedef: The structure of all arguments.
-        leaves: All leaves, under the user's names.
-        indices: Which of them are arrays.
+    ``indices`` tells which leaves are arrays, and ``statics`` has the values of all leaves, with None in their place.
     """
 
-    treedef: PyTreeDef
-    leaves: Sequence[Leaf]
-    indices: tuple[int, ...]
-
-    @property
-    def arrays(self) -> list[Leaf]:
-        """The leaves that are arrays."""
-        return [self.leaves[i] for i in self.indices]
-
-    @property
-    def statics(self) -> tuple[Any, ...]:
-        """The values of all leaves, with None in place of arrays."""
-        arrays = set(self.indices)
-        return tuple(None if i in arrays else leaf.value for i, leaf in enumerate(self.leaves))
+    def __init__(self, treedef: PyTreeDef, leaves: Sequence[Leaf]):
+        self.treedef = treedef
+        self.leaves = leaves
+        self.indices = tuple(i for i, leaf in enumerate(leaves) if is_array_like(leaf.value))
+        self.arrays = [leaves[i] for i in self.indices]
+        self.statics = tuple(None if is_array_like(leaf.value) else leaf.value for leaf in leaves)
 
 
 def holder_of(fn: Any) -> Any:
@@ -61,24 +47,17 @@ def holder_of(fn: Any) -> Any:
     return None if jax.tree_util.all_leaves([fn]) else fn
 
 
-def flatten_arguments(
-    treedef: PyTreeDef, fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Arguments:
-    """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
-
-    ``holders`` is the function itself where it holds arrays, and ``treedef`` the structure of everything.
-    """
-    leaves = _argument_leaves(fn, holders, args, kwargs)
-    return Arguments(treedef, leaves, tuple(i for i, leaf in enumerate(leaves) if is_array_like(leaf.value)))
-
-
-def _argument_leaves(
+def argument_leaves(
     fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Leaf]:
+    """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
+
+    ``holders`` is the function itself where it holds arrays.
+    """
     named: list[Leaf] = []
     for holder in holders:
         if isinstance(holder, jax.tree_util.Partial):
-            named += _argument_leaves(holder.func, (), holder.args, holder.keywords)
+            named += argument_leaves(holder.func, (), holder.args, holder.keywords)
         else:
             named += _leaves_under("fn", holder)
     for name, value in zip(_positional_names(fn, len(args)), args, strict=True):
@@ -114,17 +93,8 @@ def _leaves_under(name: str, tree: Any) -> list[Leaf]:
     return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in named_leaves(tree)]
 
 
-# --- where each must be placed ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArgumentPlan:
-    """What to do with one array argument before a call.
-
-    Attributes:
-        place: Where to put it first; None where it may stay.
-        mismatch: How a committed array differs from what the call needs, as a line of a message.
-    """
+class ArgumentPlan(NamedTuple):
+    """Where to put one array argument before a call (None: it may stay), and how it differs from what is needed."""
 
     place: NamedSharding | None = None
     mismatch: str | None = None
@@ -192,39 +162,35 @@ def _plan_argument(leaf: Leaf, spec: PartitionSpec | None, explicit: bool, mesh:
 
 def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
     """A plain array's own spec on another mesh where that makes sense, else replicated."""
-    spec = getattr(x.sharding, "spec", PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
     try:
+        spec = getattr(x.sharding, "spec", PartitionSpec())
         wanted = NamedSharding(mesh, spec, memory_kind=x.sharding.memory_kind)
         wanted.shard_shape(x.shape)
     except ValueError:
-        return NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
+        return replicated
     return wanted
 
 
 def _plan_without_mesh(arrays: Sequence[Leaf]) -> list[ArgumentPlan]:
     """Without a mesh in context, all committed arguments must at least share their devices, in one order."""
-
-    def committed(leaf: Leaf) -> bool:
-        return placement_of(leaf.value, staging=False).committed
-
-    reference = max(filter(committed, arrays), key=lambda leaf: len(leaf.value.sharding.device_set), default=None)
-    if reference is None:
-        return [_STAYS] * len(arrays)
-    return [ArgumentPlan(None, _compare_devices(x, reference)) if committed(x) else _STAYS for x in arrays]
-
-
-# --- how it differs from that -----------------------------------------------------------------------------------------
+    orders = {
+        n: compat.device_order(leaf.value.sharding)
+        for n, leaf in enumerate(arrays)
+        if placement_of(leaf.value, staging=False).committed
+    }
+    plans = [_STAYS] * len(arrays)
+    reference = max(orders, key=lambda n: len(orders[n]), default=0)
+    for n, devices in orders.items():
+        found = _order_difference(devices, orders[reference], f"{arrays[reference].path} is on")
+        plans[n] = ArgumentPlan(None, _difference_line(arrays[n].path, arrays[n].value, list(found)))
+    return plans
 
 
 def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: NamedSharding) -> str | None:
     """How a committed array differs from what a call needs, as a line of a message; None if it fits.
 
-    Args:
-        path: Its leaf path.
-        x: The array, or a struct with a sharding.
-        want: The sharding it must have; None: any spec on the mesh will do.
-        mesh: The mesh of the call.
-        place: Where it would be moved.
+    It must have the sharding ``want`` (None: any spec on the mesh will do), and would be moved to ``place``.
     """
     have = x.sharding
     found = [*_device_differences(have, mesh), *_axis_differences(have, mesh)]
@@ -233,19 +199,26 @@ def compare(path: str, x: Any, want: NamedSharding | None, mesh: Mesh, place: Na
             found.append(("memory kind", f"memory kind {have.memory_kind!r}, but expected {want.memory_kind!r}"))
         if not have.is_equivalent_to(want.with_memory_kind(have.memory_kind), len(x.shape)):
             found.append(("spec", f"spec {_spec_text(have)}, but expected {_spec_text(want)}"))
-    return _difference_line(path, found, _moved_bytes(x, place)) if found else None
+    return _difference_line(path, x, found, place)
 
 
-def _difference_line(path: str, found: Sequence[tuple[str, str]], moved: int) -> str:
+def _difference_line(
+    path: str, x: Any, found: Sequence[tuple[str, str]], place: NamedSharding | None = None
+) -> str | None:
+    if not found:
+        return None
     kinds, parts = zip(*found, strict=True)
+    # Where only names change, no byte moves.
+    stays = place is not None and x.sharding.is_equivalent_to(place, len(x.shape))
+    moved = 0 if stays else math.prod(x.shape) * x.dtype.itemsize
     return f"{path}: [{', '.join(kinds)}] {'; '.join(parts)}; a move costs {human_bytes(moved)}"
 
 
 def _device_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
     present, expected = compat.device_order(have), tuple(mesh.devices.flat)
     if isinstance(have, SingleDeviceSharding) and len(expected) > 1:
-        text = f"committed to one device, {present[0].id}, but expected on {_ids(expected)}"
-        yield "committed to one device", text
+        kind = "committed to one device"
+        yield kind, f"{kind}, {present[0].id}, but expected on {_ids(expected)}"
         return
     processes, wanted = (sorted({d.process_index for d in devices}) for devices in (present, expected))
     if processes != wanted:
@@ -255,13 +228,12 @@ def _device_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]
 
 def _order_difference(present: Sequence[Device], expected: Sequence[Device], what: str) -> Iterator[tuple[str, str]]:
     have, want = set(present), set(expected)
-    if have == want:
-        if present != expected:
-            yield "device order", f"device order {_ids(present)}, but {what} {_ids(expected)}"
-        return
-    relation = "a subset" if have < want else "a superset" if have > want else "overlapping"
-    relation = relation if have & want else "disjoint"
-    yield "device set", f"device set {_ids(present)}, but {what} {_ids(expected)} (it is {relation})"
+    if have != want:
+        relation = "a subset" if have < want else "a superset" if have > want else "overlapping"
+        relation = relation if have & want else "disjoint"
+        yield "device set", f"device set {_ids(present)}, but {what} {_ids(expected)} (it is {relation})"
+    elif present != expected:
+        yield "device order", f"device order {_ids(present)}, but {what} {_ids(expected)}"
 
 
 def _axis_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
@@ -275,12 +247,6 @@ def _axis_differences(have: Sharding, mesh: Mesh) -> Iterator[tuple[str, str]]:
         yield "axis types", f"axis types ({present}), but expected ({expected})"
 
 
-def _compare_devices(leaf: Leaf, reference: Leaf) -> str | None:
-    have, want = (compat.device_order(x.value.sharding) for x in (leaf, reference))
-    found = list(_order_difference(have, want, f"{reference.path} is on"))
-    return _difference_line(leaf.path, found, leaf.value.nbytes) if found else None
-
-
 def _ids(devices: Sequence[Device]) -> str:
     ids = [d.id for d in devices]
     if len(ids) > 16:
@@ -292,20 +258,6 @@ def _spec_text(sharding: Sharding) -> str:
     if isinstance(sharding, NamedSharding):
         return str(sharding.spec)
     return "one device" if isinstance(sharding, SingleDeviceSharding) else type(sharding).__name__
-
-
-def _moved_bytes(x: Any, place: NamedSharding) -> int:
-    """Bytes to move: none where only names change, else all."""
-    shape, have = tuple(x.shape), x.sharding
-    stays = (
-        compat.device_order(have) == compat.device_order(place)
-        and have.memory_kind == place.memory_kind
-        and have.devices_indices_map(shape) == place.devices_indices_map(shape)
-    )
-    return 0 if stays else math.prod(shape) * x.dtype.itemsize
-
-
-# --- the message ------------------------------------------------------------------------------------------------------
 
 
 def mismatch_message(name: str, found: Sequence[str], total: int, fixes: Sequence[str]) -> str:
@@ -330,9 +282,9 @@ def mismatch_text(
     fixes: dict[str, None] = {}
     puts: dict[tuple[str, NamedSharding], list[str]] = {}
     for leaf, plan in zip(arrays, plans, strict=True):
-        root = _root(leaf.path)
         if plan.mismatch is None:
             continue
+        root = re.split(r"[.\[]", leaf.path, maxsplit=1)[0]
         if leaf.names is not None and mapping_text is not None:
             fixes[f"{root} = ns.shard({root}{mapping_text})"] = None
         elif plan.place is not None:
@@ -357,10 +309,6 @@ def _mapping_in_fix(given: AxisMapping | None, mapping: AxisMapping | None) -> s
     )
     policy = "" if given.indivisible == "error" else f", indivisible={given.indivisible!r}"
     return f", {{{rules}}}{policy}"
-
-
-def _root(path: str) -> str:
-    return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 def _put_text(root: str, paths: Sequence[str], want: NamedSharding) -> str:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,20 +10,16 @@ import jax
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DonationError, did_you_mean
 from namedshard._jit.arguments import parameters_of
-from namedshard._jit.program import Output
+from namedshard._jit.program import Output, Program
+from namedshard._jit.store import Options
 from namedshard._types import Tracer
 
 
 def _leaf_mask(spec: Any, value: Any) -> list[bool]:
-    def is_spec_leaf(x: Any) -> bool:
-        return x is None or isinstance(x, bool) or callable(x)
-
-    spec_leaves, spec_def = jax.tree_util.tree_flatten(spec, is_leaf=is_spec_leaf)
-    mask: list[bool] = []
-    for leaf_spec, subtree in zip(spec_leaves, spec_def.flatten_up_to(value), strict=True):
-        for leaf in jax.tree_util.tree_leaves(subtree):
-            mask.append(bool(leaf_spec(leaf)) if callable(leaf_spec) else bool(leaf_spec))
-    return mask
+    specs, structure = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is None or callable(x))
+    subtrees = zip(specs, structure.flatten_up_to(value), strict=True)
+    leaves = ((chosen, leaf) for chosen, subtree in subtrees for leaf in jax.tree_util.tree_leaves(subtree))
+    return [bool(chosen(leaf) if callable(chosen) else chosen) for chosen, leaf in leaves]
 
 
 def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any], count: int) -> dict[int, Any]:
@@ -45,33 +41,24 @@ def _named_positional(name: str, fn: Callable[..., Any], specs: Mapping[str, Any
 
 
 def donation_mask(
-    name: str,
-    fn: Callable[..., Any],
-    donate_args: Any,
-    donate_kwargs: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    name: str, fn: Callable[..., Any], options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[bool]:
-    """For each leaf of ``(args, kwargs)``: is it donated?
-
-    Raises:
-        DonationError: ``donate_args`` is longer than the arguments, or does not match their structure; or
-            ``donate_kwargs`` names what is no argument.
-    """
-    by_position = [donate_args] * len(args) if isinstance(donate_args, bool) else list(donate_args or ())
-    if len(by_position) > len(args):
+    """For each leaf of ``(args, kwargs)``: is it donated? Raises `DonationError` where the specs don't fit the call."""
+    by_position, by_name = options.donate_args, options.donate_kwargs
+    specs = [by_position] * len(args) if isinstance(by_position, bool) else list(by_position or ())
+    if len(specs) > len(args):
         raise DonationError(
-            f"{name}: donate_args has {len(by_position)} entries, but the call has {len(args)} positional arguments",
+            f"{name}: donate_args has {len(specs)} entries, but the call has {len(args)} positional arguments",
             fix="give one entry per positional argument, and use donate_kwargs for keyword arguments",
         )
-    by_position += [False] * (len(args) - len(by_position))
-    by_name = dict.fromkeys(kwargs, donate_kwargs) if isinstance(donate_kwargs, bool) else dict(donate_kwargs or {})
-    if not isinstance(donate_kwargs, bool):
-        for i, spec in _named_positional(name, fn, by_name, len(args)).items():
-            by_position[i] = by_position[i] or spec
+    specs += [False] * (len(args) - len(specs))
+    named = dict.fromkeys(kwargs, by_name) if isinstance(by_name, bool) else dict(by_name or {})
+    if not isinstance(by_name, bool):
+        for i, spec in _named_positional(name, fn, named, len(args)).items():
+            specs[i] = specs[i] or spec
+    specs += [named.get(k, False) for k in sorted(kwargs)]
     mask: list[bool] = []
-    named = [*zip(by_position, args, strict=True), *((by_name.get(k, False), kwargs[k]) for k in sorted(kwargs))]
-    for spec, value in named:
+    for spec, value in zip(specs, [*args, *(kwargs[k] for k in sorted(kwargs))], strict=True):
         try:
             mask += _leaf_mask(spec, value)
         except ValueError as error:
@@ -83,7 +70,7 @@ def donation_mask(
     return mask
 
 
-def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths: Sequence[str]) -> None:
+def check_shared(program: Program, arrays: Sequence[Any]) -> None:
     """No buffer may be donated and passed again in the same call, not even as part of another array object.
 
     JAX finds the latter when it runs, and jax 0.10 crashes over it.
@@ -94,14 +81,14 @@ def check_shared(name: str, arrays: Sequence[Any], donate: Sequence[int], paths:
         return
     counts = Counter(buffers)
     lines: list[str] = []
-    for shared in dict.fromkeys(buffers[n] for n in donate if counts[buffers[n]] > 1):
+    for shared in dict.fromkeys(buffers[n] for n in program.donate if counts[buffers[n]] > 1):
         same = [n for n, buffer in enumerate(buffers) if buffer == shared]
         what = "are one array" if len({id(arrays[n]) for n in same}) == 1 else "share their memory"
-        lines.append(f"{' and '.join(paths[n] for n in same)} {what}")
+        lines.append(f"{' and '.join(program.paths[n] for n in same)} {what}")
     if lines:
         noun = "donated array is" if len(lines) == 1 else "donated arrays are"
         raise DonationError(
-            f"{name}: {len(lines)} {noun} passed more than once",
+            f"{program.name}: {len(lines)} {noun} passed more than once",
             lines,
             fix="pass a copy (jnp.copy), or do not donate it",
         )
@@ -112,30 +99,29 @@ def is_concrete(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def check_not_deleted(name: str, arrays: Sequence[Any], concrete: Sequence[int], paths: Sequence[str]) -> None:
+def check_not_deleted(program: Program, arrays: Sequence[Any], concrete: Iterable[int]) -> None:
     """Name the arguments that were donated or deleted before. ``concrete`` numbers those that may have been."""
     gone = [n for n in concrete if arrays[n].is_deleted()]
     if gone:
         noun = "argument leaf was" if len(gone) == 1 else "argument leaves were"
         raise DonationError(
-            f"{name}: {len(gone)} {noun} donated or deleted before this call",
-            [paths[n] for n in gone],
+            f"{program.name}: {len(gone)} {noun} donated or deleted before this call",
+            [program.paths[n] for n in gone],
             fix="use the result of the call that they were donated to",
         ) from None
 
 
-def check_donatable(
-    name: str, arrays: Sequence[Any], donate: Sequence[int], outputs: Sequence[Output], paths: Sequence[str]
-) -> None:
+def check_donatable(program: Program, arrays: Sequence[Any]) -> None:
     """A donated buffer can only become an output of its own shape, dtype, shard shape and memory kind.
 
     A donated argument that no output is like is merely freed.
     """
-    lines = [f"{paths[n]}: {why}" for n in donate if (why := _why_not_donatable(arrays[n], outputs))]
+    donated = [(program.paths[n], _why_not_donatable(arrays[n], program.outputs)) for n in program.donate]
+    lines = [f"{path}: {why}" for path, why in donated if why is not None]
     if lines:
         noun = "argument leaf" if len(lines) == 1 else "argument leaves"
         raise DonationError(
-            f"{name}: {len(lines)} donated {noun} cannot become the output of the same shape",
+            f"{program.name}: {len(lines)} donated {noun} cannot become the output of the same shape",
             lines,
             fix="give input and output the same mapping and memory kind, or do not donate it",
         )
@@ -144,18 +130,16 @@ def check_donatable(
 def _why_not_donatable(x: Any, outputs: Sequence[Output]) -> str | None:
     if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
         return None
+    have = x.sharding
     alike = [o for o in outputs if (o.aval.shape, o.aval.dtype) == (x.shape, x.dtype)]
-    if not alike or any(_fits(x, o) for o in alike):
-        return None
-    have, like = x.sharding, alike[0]
-    if have.memory_kind != like.memory_kind:
-        return f"memory kind {have.memory_kind!r}, but {like.path} is in {like.memory_kind!r}"
-    # The compiler may choose for an output that no mapping places; then the array fits.
-    assert like.asked is not None
-    return f"spec {getattr(have, 'spec', type(have).__name__)}, but {like.path} has {like.asked.spec}"
-
-
-def _fits(x: Any, output: Output) -> bool:
-    if x.sharding.memory_kind != output.memory_kind:
-        return False
-    return output.asked is None or x.sharding.shard_shape(x.shape) == output.asked.shard_shape(x.shape)
+    for o in alike:
+        same_shards = o.asked is None or have.shard_shape(x.shape) == o.asked.shard_shape(x.shape)
+        if have.memory_kind == o.memory_kind and same_shards:
+            return None
+    for o in alike[:1]:
+        if have.memory_kind != o.memory_kind:
+            return f"memory kind {have.memory_kind!r}, but {o.path} is in {o.memory_kind!r}"
+        # The compiler may choose for an output that no mapping places; then the array fits.
+        assert o.asked is not None
+        return f"spec {getattr(have, 'spec', type(have).__name__)}, but {o.path} has {o.asked.spec}"
+    return None

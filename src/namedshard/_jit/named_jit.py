@@ -12,10 +12,10 @@ import jax
 from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import MismatchError, NoMeshError, human_bytes, message, warn_user
-from namedshard._jit.arguments import ArgumentPlan, flatten_arguments, holder_of, mismatch_text, plan_arguments
+from namedshard._errors import MismatchError, NoMeshError, human_bytes
+from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
-from namedshard._jit.program import Function, Program, TraceContext, code_of
+from namedshard._jit.program import Program
 from namedshard._jit.signature import (
     check_hashable,
     differing_numbers,
@@ -47,18 +47,12 @@ class NamedJit:
         # A function that holds arrays (a module, a method of one, a partial) is an argument like the others.
         holder = holder_of(fn)
         self._prefix: tuple[Any, ...] = () if holder is None else (holder,)
-        self._fn_leaf_count = len(jax.tree_util.tree_leaves(self._prefix))
-        get = None
-        if holder is None:
-            self._store, get = store_of_function(fn, options)
-        else:
-            self._store = store_of_structure(jax.tree_util.tree_structure(holder), options)
-        named = fn.func if isinstance(fn, functools.partial) else fn
-        self._name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
-        self._function = Function(self._name, get, code_of(named), dict(options.jit_kwargs))
+        self._store = store_of_function(fn, options) if holder is None else store_of_structure(fn, holder, options)
+        self._function = self._store.function
+        self._name = self._function.name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else BoundNamedJit(self, instance)
+        return self if instance is None else _BoundNamedJit(self, instance)
 
     def __repr__(self) -> str:
         return f"named_jit({self._name})"
@@ -72,23 +66,21 @@ class NamedJit:
         program = call.program
         arrays = program.select(leaves)
         if compat.CRASHES_ON_DELETED or call.moves or not call.has_run:
-            check_not_deleted(self._name, arrays, call.concrete, call.paths)
+            check_not_deleted(program, arrays, call.concrete)
         if program.donate:
-            check_shared(self._name, arrays, program.donate, call.paths)
+            check_shared(program, arrays)
         if not call.has_run:
-            self._require_devices(program.context.mesh)
+            self._require_devices(program.mesh)
             self._trace(call, arrays)
         if call.moves:
             arrays = self._place(arrays, call)
         try:
             out = program.jitted(*arrays) if call.has_run else self._first_run(call, arrays)
         except RuntimeError:
-            check_not_deleted(self._name, arrays, call.concrete, call.paths)
+            check_not_deleted(program, arrays, call.concrete)
             raise
         store.runs = call.used = store.runs + 1
         return program.finish(arrays, out) if program.empty or program.delete_after else program.build(out)
-
-    # --- look up and plan a call --------------------------------------------------------------------------------------
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
         """What to do for these arguments, and their leaves."""
@@ -129,7 +121,7 @@ class NamedJit:
         """Check the arguments of a new signature, decide where each goes, and find or make the program to run."""
         treedef, _, mapping, *_ = key
         options, store = self._options, self._store
-        arguments = flatten_arguments(treedef, self._fn, self._prefix, args, kwargs)
+        arguments = Arguments(treedef, argument_leaves(self._fn, self._prefix, args, kwargs))
         check_hashable(self._name, key, arguments.leaves)
         with store.lock:
             mesh = context_mesh()
@@ -141,15 +133,13 @@ class NamedJit:
             full_key = (treedef, held and held[1], program_key(arguments, [p.place for p in plans]), *key[2:])
             program = store.programs.get(full_key)
             if program is None:
-                donated = [False] * self._fn_leaf_count
-                donated += donation_mask(self._name, self._fn, options.donate_args, options.donate_kwargs, args, kwargs)
+                donated = donation_mask(self._name, self._fn, options, args, kwargs)
+                donated = [False] * (len(arguments.leaves) - len(donated)) + donated
                 out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
-                context = TraceContext(mapping, out_mapping, mesh)
-                program = store.programs[full_key] = Program(self._function, arguments, donated, context)
+                program = Program(self._function, arguments, donated, (mapping, out_mapping), mesh)
+                store.programs[full_key] = program
             call = CallPlan(
                 program,
-                tuple(leaf.path for leaf in arguments.leaves),
-                tuple(leaf.path for leaf in arguments.arrays),
                 tuple(n for n, leaf in enumerate(arguments.arrays) if is_concrete(leaf.value)),
                 tuple((n, p.place) for n, p in enumerate(plans) if p.place is not None),
                 tuple(n for n, p in enumerate(plans) if p.mismatch is not None),
@@ -172,12 +162,12 @@ class NamedJit:
         # An argument that has no place cannot be resharded.
         if not mismatching or (policy == "reshard" and all(p.place is not None for p in mismatching)):
             return plans
-        given = self._options.in_axis_resources
-        given = given if given is not None else self._options.axis_resources
+        options = self._options
+        given = options.axis_resources if options.in_axis_resources is None else options.in_axis_resources
         text = mismatch_text(self._name, arrays, plans, (given, mapping), mesh)
         if policy != "warn":
             raise MismatchError(text)
-        self._warn(text)
+        self._function.warn(text)
         return [p if p.mismatch is None else ArgumentPlan() for p in plans]
 
     def _require_mesh(self, mapping: AxisMapping | None, mesh: MeshLike | None) -> None:
@@ -187,13 +177,10 @@ class NamedJit:
                 f"{self._name}: there is an axis mapping, but no mesh is in force",
                 fix="enter jax.set_mesh(mesh) around the call (in each thread: contexts are thread-local)",
             )
-        hint = "" if mesh is not None or mapping is not None else thread_hint()
-        if hint:
-            self._warn(
-                message(
-                    f"{self._name}: no axis mapping and no mesh is in force{hint}",
-                    fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
-                )
+        if mesh is None and mapping is None and (hint := thread_hint()):
+            self._function.warn(
+                f"{self._name}: no axis mapping and no mesh is in force{hint}",
+                fix="enter ns.axis_mapping(mapping) and jax.set_mesh(mesh) in this thread",
             )
 
     def _require_devices(self, mesh: MeshLike | None) -> None:
@@ -212,20 +199,11 @@ class NamedJit:
             if len(seen) < 3:
                 seen.add(static_key(leaf.value))
                 if len(seen) == 3:
-                    self._warn(
-                        message(
-                            f"{self._name}: argument {leaf.path} is a Python {type(leaf.value).__name__} and has had 3"
-                            " distinct values; each of them compiles the function again",
-                            fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
-                        )
+                    self._function.warn(
+                        f"{self._name}: argument {leaf.path} is a Python {type(leaf.value).__name__} and has had 3"
+                        " distinct values; each of them compiles the function again",
+                        fix=f"pass an array, e.g. jnp.asarray({leaf.path})",
                     )
-
-    def _warn(self, text: str | None) -> None:
-        if text is not None and text not in self._store.warned:
-            self._store.warned.add(text)
-            warn_user(text)
-
-    # --- trace and run ------------------------------------------------------------------------------------------------
 
     def _trace(self, call: CallPlan, arrays: Sequence[Any]) -> list[Any]:
         """Trace and check for the arguments as they will be placed, and return them, before anything moves or runs."""
@@ -235,28 +213,24 @@ class NamedJit:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
             weak = bool(getattr(x, "weak_type", False))
             placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
-        if program.jitted is None:
-            self._warn(program.trace(placed))
+        program.trace(placed)
         if program.donate:
-            check_donatable(self._name, placed, program.donate, program.outputs, call.paths)
+            check_donatable(program, placed)
         return placed
 
     def _place(self, arrays: Sequence[Any], call: CallPlan) -> list[Any]:
-        placed = place_leaves(call.paths, arrays, call.moves, call.program.donate)
+        store, paths = self._store, call.program.paths
+        placed = place_leaves(paths, arrays, call.moves, call.program.donate)
         if call.reshards:
-            store = self._store
             moved = sum(arrays[n].nbytes for n in call.reshards)
-            store.reshards += len(call.reshards)
-            store.bytes_moved += moved
-            call.streak = call.streak + 1 if call.last_run == store.runs - 1 else 1
-            call.last_run = store.runs
+            self._function.reshards += len(call.reshards)
+            self._function.bytes_moved += moved
+            call.streak = call.streak + 1 if call.used == store.runs else 1
             if call.streak == 3:
-                self._warn(
-                    message(
-                        f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",
-                        [f"{call.paths[n]}: {human_bytes(arrays[n].nbytes)}" for n in call.reshards],
-                        fix="place them once, before the loop, with ns.shard",
-                    )
+                self._function.warn(
+                    f"{self._name}: 3 calls in a row moved the same arguments, {human_bytes(moved)} per call",
+                    [f"{paths[n]}: {human_bytes(arrays[n].nbytes)}" for n in call.reshards],
+                    fix="place them once, before the loop, with ns.shard",
                 )
         return placed
 
@@ -266,10 +240,8 @@ class NamedJit:
             program.check_memory(arrays)
             out = program.jitted(*arrays)
         call.has_run = True
-        self._warn(program.check_places(out))
+        program.check_places(out)
         return out
-
-    # --- lower without running ----------------------------------------------------------------------------------------
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Lower for arguments (arrays or ``jax.ShapeDtypeStruct``s), as ``jax.jit(...).lower`` does.
@@ -284,7 +256,8 @@ class NamedJit:
 
     def lower_bound(self, bound: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """Lower with some leading arguments that the result does not ask for again."""
-        call, arrays = self._trace_only((*bound, *args), kwargs)
+        call, leaves = self._find((*bound, *args), kwargs)
+        arrays = self._trace(call, call.program.select(leaves))
         return Lowered(call.program.jitted.lower(*arrays), call, self._prefix, bound)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
@@ -300,59 +273,42 @@ class NamedJit:
         Raises:
             NamedShardError: As a call does.
         """
-        program = self._trace_only(args, kwargs)[0].program
-        typed = ((o.aval, o.asked) for o in program.outputs)
-        return program.build(
-            [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in typed]
-        )
-
-    def _trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
-        """What to do in a call, with the program traced, and the arguments as they would be placed."""
         call, leaves = self._find(args, kwargs)
-        return call, self._trace(call, call.program.select(leaves))
+        self._trace(call, call.program.select(leaves))
+        typed = ((o.aval, o.asked) for o in call.program.outputs)
+        return call.program.build(
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=x.weak_type) for x, s in typed]
+        )
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
-        return self._store.report()
+        done = self._function
+        return Report(self._store.runs, done.traces, done.compiles, done.reshards, done.bytes_moved)
 
 
-@jax.tree_util.register_pytree_node_class
-class BoundNamedJit:
+class _BoundNamedJit:
     """A `NamedJit` used as a method, with its instance; a tree, so that the instance's arrays are seen."""
 
     def __init__(self, jitted: NamedJit, instance: Any):
-        self.__func__ = jitted
+        self.__func__ = self.__wrapped__ = jitted
         self.__self__ = instance
-        self.__wrapped__ = jitted
         self.report = jitted.report
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
         return self.__func__(self.__self__, *args, **kwargs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
-        """Lower the method; see `NamedJit.lower`."""
         return self.__func__.lower_bound((self.__self__,), args, kwargs)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
-        """The method's result without running it; see `NamedJit.eval_shape`."""
         return self.__func__.eval_shape(self.__self__, *args, **kwargs)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], NamedJit]:
-        """The instance, with the function as metadata."""
-        return (self.__self__,), self.__func__
 
-    @classmethod
-    def tree_unflatten(cls, aux: NamedJit, children: Sequence[Any]) -> "BoundNamedJit":
-        """The inverse of `tree_flatten`."""
-        return cls(aux, children[0])
-
-
-def _frozen(spec: Any) -> Any:
-    """A hashable form, so that wrappings with equal specs share their programs."""
-    if isinstance(spec, list):
-        return tuple(spec)
-    return tuple(sorted(spec.items())) if isinstance(spec, dict) else spec
+jax.tree_util.register_pytree_node(
+    _BoundNamedJit,
+    lambda bound: ((bound.__self__,), bound.__func__),
+    lambda jitted, instance: _BoundNamedJit(jitted, *instance),
+)
 
 
 @overload
@@ -445,24 +401,19 @@ def named_jit(
             )
     if on_mismatch not in ("error", "reshard", "warn"):
         raise TypeError(f"on_mismatch={on_mismatch!r}: use 'error', 'reshard' or 'warn'")
-
-    def as_mapping(given: MappingLike | None) -> AxisMapping | None:
-        return given if given is None or isinstance(given, AxisMapping) else AxisMapping(given)
-
+    given = (axis_resources, in_axis_resources, out_axis_resources)
+    mapping, in_mapping, out_mapping = (None if m is None else AxisMapping(m) for m in given)
     options = Options(
-        as_mapping(axis_resources),
-        as_mapping(in_axis_resources),
-        as_mapping(out_axis_resources),
-        _frozen(donate_args),
-        _frozen(donate_kwargs),
+        mapping,
+        in_mapping,
+        out_mapping,
+        # In hashable forms, so that wrappings with equal specs share their programs.
+        tuple(donate_args) if isinstance(donate_args, list) else donate_args,
+        tuple(sorted(donate_kwargs.items())) if isinstance(donate_kwargs, dict) else donate_kwargs,
         on_mismatch,
         tuple(sorted(jit_kwargs.items())),
     )
-
-    def wrap(function: Callable[..., Any]) -> NamedJit:
-        return NamedJit(function, options)
-
-    return wrap if fn is None else wrap(fn)
+    return functools.partial(NamedJit, options=options) if fn is None else NamedJit(fn, options)
 
 
 @overload
@@ -511,13 +462,4 @@ def fsdp(
         fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping
     if parameter_mapping is None or compute_mapping is None:
         raise TypeError("fsdp needs a parameter_mapping and a compute_mapping")
-
-    def wrap(function: Callable[..., Any]) -> NamedJit:
-        return named_jit(
-            function,
-            compute_mapping,
-            in_axis_resources=parameter_mapping,
-            out_axis_resources=parameter_mapping,
-        )
-
-    return wrap if fn is None else wrap(fn)
+    return named_jit(fn, compute_mapping, in_axis_resources=parameter_mapping, out_axis_resources=parameter_mapping)

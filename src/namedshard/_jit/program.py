@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator, Sequence
+import types
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +15,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import OffloadError, count_of, message
+from namedshard._errors import OffloadError, count_of, message, warn_user
 from namedshard._jit.arguments import Arguments
 from namedshard._jit.transfers import check_transfers
-from namedshard._jit.unflatten import Builder, unflattener
+from namedshard._jit.unflatten import Builder, filled, unflattener
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf, named_leaves
 from namedshard._plan.mapping import AxisMapping, axis_mapping
@@ -25,97 +27,83 @@ from namedshard._plan.plan import plan_leaves
 from namedshard._types import PyTreeDef, Tracer
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Function:
-    """The user's function, for a program that doesn't keep it alive.
+    """The user's function, for programs that don't keep it alive. Counts what was done with it, and warns of it.
 
-    Attributes:
-        name: Its name in messages.
-        get: Returns it; None where it is the first of the arguments.
-        code: Its code object, which JAX's messages name it by.
-        jit_kwargs: Options for ``jax.jit``.
+    ``get`` returns it; None where it is the first of the arguments.
     """
 
-    name: str
-    get: Callable[[], Callable[..., Any]] | None
-    code: Any
-    jit_kwargs: dict[str, Any]
+    def __init__(
+        self, fn: Callable[..., Any], get: Callable[[], Callable[..., Any]] | None, jit_kwargs: Mapping[str, Any]
+    ):
+        named = fn.func if isinstance(fn, functools.partial) else fn
+        plain = inspect.unwrap(named)
+        self.name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        # Its code object, which JAX's messages name it by.
+        self.code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+        self.get = get
+        self.jit_kwargs = jit_kwargs
+        self.traces = self.compiles = self.reshards = self.bytes_moved = 0
+        self._warned: set[str] = set()
 
-
-def code_of(fn: Callable[..., Any]) -> Any:
-    """The code object of a function, or of an object's ``__call__``; None where there is none."""
-    plain = inspect.unwrap(fn)
-    return getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TraceContext:
-    """What a function is traced under: the mappings for its body and for its results, and the mesh."""
-
-    mapping: AxisMapping | None
-    out_mapping: AxisMapping | None
-    mesh: MeshLike | None
+    def warn(self, headline: str, lines: Iterable[str] = (), fix: str | None = None) -> None:
+        """Warn with a `message`, once."""
+        text = message(headline, lines, fix)
+        if text not in self._warned:
+            self._warned.add(text)
+            warn_user(text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """One array output: its path, what the mapping asks for (None: whatever the compiler chose), and its type."""
+    """One array output: its path, what the mapping asks for (None: whatever the compiler chose), and its type.
+
+    ``got`` is the sharding it comes out with, once that is known.
+    """
 
     path: str
     asked: NamedSharding | None
     aval: Any
     memory_kind: str
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """What ``jax.eval_shape`` returns for it."""
-        x = self.aval
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.asked, weak_type=x.weak_type)
+    got: Any = None
 
 
 _tracing = threading.local()
 
 
-def _untraced(_: Sequence[Any]) -> Any:
-    raise AssertionError("a program's outputs are known once it is traced")
-
-
 class Program:
-    """One structure, one set of statics and avals, one mapping, one mesh.
+    """One structure, one set of statics and avals, one mapping, one mesh; traced at its first use."""
 
-    Attributes:
-        name: The user's function's.
-        treedef: Of the arguments.
-        statics: The argument leaves that are not passed, None in place of those that are.
-        indices: The numbers of the argument leaves that are passed; None means all of them.
-        donate: Positions among these.
-        delete_after: Those of ``donate`` that are deleted after a run: on one device JAX may give a donated array's
-            host memory to a result that belongs in device memory, and then ends the process.
-        context: The mappings and the mesh that it is traced under.
-        jitted: The flat function, to be run; None until it is traced, and its trace checked.
-        traces: How often the function's body has run.
-        compiles: Executables made.
-        outputs: The array outputs, in order.
-        empty: Positions of outputs without elements that a mapping places: the compiler forgets where these belong.
-        build: From flat outputs to the result; a faster one from the second use on.
-    """
-
-    def __init__(self, function: Function, arguments: Arguments, donated: Sequence[bool], context: TraceContext):
-        """A program that is traced at its first use. ``donated`` has an entry for each leaf."""
+    def __init__(
+        self,
+        function: Function,
+        arguments: Arguments,
+        donated: Sequence[bool],
+        mappings: tuple[AxisMapping | None, AxisMapping | None],
+        mesh: MeshLike | None,
+    ):
+        """``donated`` has an entry for each leaf; the mappings are those for the function's body and its results."""
         arrays = [leaf.value for leaf in arguments.arrays]
         self.name = function.name
         self.treedef = arguments.treedef
+        self.names = tuple(leaf.path for leaf in arguments.leaves)
         self.statics = arguments.statics
+        # The numbers of the argument leaves that are passed; None means all of them.
         self.indices = None if len(arrays) == len(self.statics) else arguments.indices
+        self.paths = tuple(leaf.path for leaf in arguments.arrays)
         self.donate = tuple(n for n, i in enumerate(arguments.indices) if donated[i])
-        alone = context.mesh is None or context.mesh.size == 1
-        self.delete_after = tuple(n for n in self.donate if alone and _is_in_host_memory(arrays[n]))
-        self.context = context
+        # Deleted after a run: on one device JAX may give a donated array's host memory to a result that belongs in
+        # device memory, and then ends the process.
+        shardings = [(n, getattr(arrays[n], "sharding", None)) for n in self.donate if mesh is None or mesh.size == 1]
+        self.delete_after = tuple(n for n, s in shardings if s is not None and s.memory_kind == "pinned_host")
+        self.mesh = mesh
+        # None until it is traced, and its trace checked.
         self.jitted: Any = None
-        self.traces = self.compiles = 0
-        self.outputs: tuple[Output, ...] = ()
-        self.empty: tuple[tuple[int, NamedSharding], ...] = ()
-        self.build: Builder = _untraced
+        self.outputs: Sequence[Output] = ()
+        # Outputs without elements that a mapping places: the compiler forgets where these belong.
+        self.empty: Sequence[tuple[int, NamedSharding]] = ()
+        self.build: Builder
+        self._mapping, self._out_mapping = mappings
         self._lock = threading.Lock()
         # Without compilation JAX ignores `out_shardings`, so that they can't replace constraints.
         compiled = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,7 +123,7 @@ class Program:
             try:
                 yield
             finally:
-                self.compiles += made[0]
+                self._function.compiles += made[0]
 
     def finish(self, arrays: Sequence[Any], out: Sequence[Any]) -> Any:
         """The function's result from the flat arguments and outputs."""
@@ -146,20 +134,19 @@ class Program:
                 out = place_leaves([o.path for o in self.outputs], out, self.empty)
         return self.build(out)
 
-    # --- trace --------------------------------------------------------------------------------------------------------
-
-    def trace(self, values: Sequence[Any]) -> str | None:
-        """Trace, once, and find what the compiler would silently get wrong: raises, or returns a warning."""
+    def trace(self, values: Sequence[Any]) -> None:
+        """Trace, once, and find what the compiler would silently get wrong: raises, or warns."""
         with self._one_thread():
             if self.jitted is not None:
-                return None
+                return
             jaxpr = jax.jit(self._flat).trace(*values).jaxpr
-            warning = check_transfers(self.name, jaxpr.jaxpr, values, self.context.mesh)
+            warning = check_transfers(self.name, jaxpr.jaxpr, values, self.mesh)
             # `out_shardings` are known only now. JAX shares the trace.
             asked = {} if all(s is None for s in self._out_shardings) else {"out_shardings": self._out_shardings}
             donate = tuple(n for n in self.donate if n not in self.delete_after)
             self.jitted = jax.jit(self._flat, **asked, **self._function.jit_kwargs, donate_argnums=donate)
-        return warning
+        if warning is not None:
+            self._function.warn(warning)
 
     @contextlib.contextmanager
     def _one_thread(self) -> Generator[None, None, None]:
@@ -178,12 +165,12 @@ class Program:
     def _flat_function(self, arguments: Arguments) -> Callable[..., tuple[Any, ...]]:
         """From array arguments to array outputs, under the name, code and argument names of the user's function."""
         # Nothing here may keep the arguments' values alive.
-        get, mapping, indices = self._function.get, self.context.mapping, arguments.indices
+        function, mapping, indices = self._function, self._mapping, arguments.indices
 
         def flat(*values: Any) -> tuple[Any, ...]:
-            self.traces += 1
-            whole = jax.tree_util.tree_unflatten(self.treedef, _filled(self.statics, indices, values))
-            fn, args, kwargs = whole if get is None else (get(), *whole)
+            function.traces += 1
+            whole = jax.tree_util.tree_unflatten(self.treedef, filled(self.statics, indices, values))
+            fn, args, kwargs = whole if function.get is None else (function.get(), *whole)
             if mapping is None:
                 return self._place_outputs(fn(*args, **kwargs))
             with axis_mapping(mapping):
@@ -195,21 +182,28 @@ class Program:
         only = inspect.Parameter.POSITIONAL_ONLY
         named.__signature__ = inspect.Signature([inspect.Parameter(_Path(x.path), only) for x in arguments.arrays])
         if self._function.code is not None:
-            named.__wrapped__ = _Coded(flat.__name__, self._function.code)
+            # JAX's messages take a function's code from what it wraps.
+            named.__wrapped__ = types.SimpleNamespace(__name__=flat.__name__, __code__=self._function.code)
         return flat
 
     def _place_outputs(self, out: Any) -> tuple[Any, ...]:
         """Constrain the outputs, and note their structure and what was asked of them."""
         leaves, treedef = jax.tree_util.tree_flatten(out)
         walked = named_leaves(out)
-        asked = _asked(walked, treedef, self.context.out_mapping)
+        asked = _asked(walked, treedef, self._out_mapping)
         leaves, by_jit = self._constrain([leaf.path for leaf in walked], leaves, asked)
-        indices = [i for i, x in enumerate(leaves) if _is_output_array(x)]
-        values = tuple(jnp.asarray(x) if not isinstance(x := leaves[i], jax.Array) else x for i in indices)
-        self._out_shardings = tuple(asked[i] if i in by_jit else None for i in indices)
-        self._note_outputs([walked[i].path for i in indices], [asked.get(i) for i in indices], values)
-        self._choose_builder(treedef, [None if _is_output_array(x) else x for x in leaves], indices)
-        return values
+        arrays = {
+            i: x if isinstance(x, jax.Array) else jnp.asarray(x) for i, x in enumerate(leaves) if _is_output_array(x)
+        }
+        self._out_shardings = tuple(asked[i] if i in by_jit else None for i in arrays)
+        self.outputs = [
+            Output(walked[i].path or "the result", asked.get(i), jax.typeof(x), compat.memory_kind_of_traced(x))
+            for i, x in arrays.items()
+        ]
+        placed = [(n, o.asked) for n, o in enumerate(self.outputs) if 0 in o.aval.shape]
+        self.empty = [(n, want) for n, want in placed if want is not None and isinstance(want.mesh, Mesh)]
+        self._choose_builder(treedef, [None if i in arrays else x for i, x in enumerate(leaves)], list(arrays))
+        return tuple(arrays.values())
 
     def _constrain(
         self, paths: Sequence[str], leaves: list[Any], asked: dict[int, NamedSharding]
@@ -219,45 +213,22 @@ class Program:
         Constraints cost more, and on mixed meshes they don't keep a result in host memory.
         """
         by_jit = {i for i, want in asked.items() if self._outermost and _left_to_jit(leaves[i], want)}
-        constrained = [(i, want) for i, want in asked.items() if i not in by_jit]
-        if constrained:
+        if constrained := [(i, want) for i, want in asked.items() if i not in by_jit]:
             leaves = place_leaves(paths, leaves, constrained)
-        if self._outermost:
-            by_jit |= {i for i, want in constrained if _kept_in_memory(leaves[i], want)}
-        return leaves, by_jit
+        return leaves, by_jit | {i for i, want in constrained if self._outermost and _kept_in_memory(leaves[i], want)}
 
-    def _note_outputs(
-        self, paths: Sequence[str], asked: Sequence[NamedSharding | None], values: Sequence[jax.Array]
-    ) -> None:
-        self.outputs = tuple(
-            Output(path or "the result", want, jax.typeof(x), compat.memory_kind_of_traced(x))
-            for path, want, x in zip(paths, asked, values, strict=True)
-        )
-        self.empty = tuple(
-            (n, o.asked)
-            for n, o in enumerate(self.outputs)
-            if o.asked is not None and 0 in o.aval.shape and isinstance(o.asked.mesh, Mesh)
-        )
-
-    def _choose_builder(self, treedef: Any, statics: Sequence[Any], indices: Sequence[int]) -> None:
+    def _choose_builder(self, treedef: PyTreeDef, statics: Sequence[Any], indices: Sequence[int]) -> None:
         """The faster way to build the result is prepared at its second use: many functions are called once."""
-
-        def with_statics(build: Builder) -> Builder:
-            if len(indices) == len(statics):
-                return build
-            return lambda arrays: build(_filled(statics, indices, arrays))
 
         def first(arrays: Sequence[Any]) -> Any:
             self.build = second
-            return with_statics(treedef.unflatten)(arrays)
+            return treedef.unflatten(filled(statics, indices, arrays))
 
         def second(arrays: Sequence[Any]) -> Any:
-            self.build = with_statics(unflattener(treedef))
+            self.build = unflattener(treedef, statics, indices)
             return self.build(arrays)
 
         self.build = first
-
-    # --- check what was compiled --------------------------------------------------------------------------------------
 
     def check_memory(self, values: Sequence[Any]) -> None:
         """Raise `OffloadError` if a result that was traced into host memory would come out of it elsewhere."""
@@ -269,23 +240,18 @@ class Program:
         got = jax.tree_util.tree_leaves(compiled.output_shardings)
         # A compiler that ignores host memory still reports the shardings that it was asked for.
         in_hlo = compat.HOST_IN_HLO in (compiled.as_text() or "")
-        kinds = [got[n].memory_kind if in_hlo else "device" for n, _ in meant]
-        wrong = [(o, kind) for (_, o), kind in zip(meant, kinds, strict=True) if kind != o.memory_kind]
+        kinds = [(o, got[n].memory_kind if in_hlo else "device") for n, o in meant]
+        wrong = [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in kinds if kind != o.memory_kind]
         if wrong:
-            raise self._lost_host_memory(wrong)
+            raise OffloadError(
+                f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
+                " compiled program elsewhere",
+                wrong,
+                fix=_lost_memory_fix(self.mesh),
+            )
 
-    def _lost_host_memory(self, wrong: Sequence[tuple[Output, str]]) -> OffloadError:
-        types = () if self.context.mesh is None else self.context.mesh.axis_types
-        mixed = AxisType.Explicit in types and AxisType.Auto in types
-        return OffloadError(
-            f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
-            " compiled program elsewhere",
-            [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in wrong],
-            fix=_MIXED_FIX if mixed else "use a newer jaxlib, or do not offload on this backend",
-        )
-
-    def check_places(self, out: Sequence[Any]) -> str | None:
-        """A warning, if the outputs of a run have other shardings than their mapping asks for."""
+    def check_places(self, out: Sequence[Any]) -> None:
+        """Warn if the outputs of a run have other shardings than their mapping asks for."""
         lines: list[str] = []
         for x, output in zip(out, self.outputs, strict=True):
             asked = output.asked
@@ -296,19 +262,21 @@ class Program:
                 lines.append(f"{output.path}: in memory {have.memory_kind!r}, but {asked.memory_kind!r} was asked for")
             elif not have.is_equivalent_to(asked, x.ndim):
                 lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
-        if not lines:
-            return None
-        return message(
-            f"{self.name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
-            lines,
-            fix="move the result after the call with ns.shard",
+        if lines:
+            self._function.warn(
+                f"{self.name}: the compiler placed {len(lines)} of {len(out)} outputs otherwise than asked",
+                lines,
+                fix="move the result after the call with ns.shard",
+            )
+
+
+def _lost_memory_fix(mesh: MeshLike | None) -> str:
+    if mesh is not None and {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types):
+        return (
+            "name their axes in a mapping: on a mesh of Explicit and Auto axes, JAX forgets the memory of results that"
+            " no Auto axis splits"
         )
-
-
-_MIXED_FIX = (
-    "name their axes in a mapping: on a mesh of Explicit and Auto axes, JAX forgets the memory of results that no Auto"
-    " axis splits"
-)
+    return "use a newer jaxlib, or do not offload on this backend"
 
 
 class _Path(str):
@@ -318,27 +286,6 @@ class _Path(str):
 
     def isidentifier(self) -> bool:
         return True
-
-
-class _Coded:
-    """Has the name and the code of a function, and holds nothing else of it."""
-
-    def __init__(self, name: str, code: Any):
-        self.__name__ = name
-        self.__code__ = code
-
-
-def _filled(statics: Sequence[Any], indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-    """All leaves of a tree, from the static ones and the arrays."""
-    full = list(statics)
-    for i, x in zip(indices, arrays, strict=True):
-        full[i] = x
-    return full
-
-
-def _is_in_host_memory(x: Any) -> bool:
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return getattr(sharding, "memory_kind", None) == "pinned_host"
 
 
 def _is_output_array(x: Any) -> bool:

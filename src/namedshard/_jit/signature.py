@@ -67,9 +67,6 @@ def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     return tuple([(x.aval, x.sharding, x.committed) if type(x) is compat.ArrayImpl else _leaf_key(x) for x in leaves])
 
 
-# --- what a trace depends on ------------------------------------------------------------------------------------------
-
-
 def program_key(arguments: Arguments, places: Sequence[NamedSharding | None]) -> Hashable:
     """What a trace depends on: numpy or jax, committed or not, makes no difference to it.
 
@@ -101,9 +98,6 @@ def _explicit_part(sharding: NamedSharding, ndim: int) -> Hashable:
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
     entries = [tuple(n for n in ((e,) if isinstance(e, str) else e or ()) if n in explicit) for e in sharding.spec]
     return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh, (*entries, *[()] * (ndim - len(entries)))
-
-
-# --- values that a structure holds ------------------------------------------------------------------------------------
 
 
 def held_values(treedef: PyTreeDef) -> list[Any]:
@@ -176,9 +170,6 @@ def _parts(x: Any) -> Sequence[Any] | None:
     return None
 
 
-# --- what cannot be an argument ---------------------------------------------------------------------------------------
-
-
 def _hashable(key: Hashable) -> bool:
     try:
         hash(key)
@@ -189,15 +180,11 @@ def _hashable(key: Hashable) -> bool:
 
 def check_hashable(name: str, key: Hashable, leaves: Sequence[Leaf]) -> None:
     """Raise if the key of a call cannot be hashed: `StaticArgumentError` where leaves are the reason."""
-    try:
-        hash(key)
-    except TypeError:
-        bad = [leaf for leaf in leaves if not _hashable(_leaf_key(leaf.value))]
-        if not bad:
-            raise
+    if bad := [leaf for leaf in leaves if not _hashable(_leaf_key(leaf.value))]:
         noun = "argument cannot be used as a static one" if len(bad) == 1 else "arguments cannot be used as static ones"
         raise StaticArgumentError(
             f"{name}: {len(bad)} {noun}",
             [f"argument {x.path} is neither an array nor hashable: {type(x.value).__name__}" for x in bad],
             fix="pass an array, or make it hashable (a tuple, a frozen dataclass)",
-        ) from None
+        )
+    hash(key)

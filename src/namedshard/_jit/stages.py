@@ -10,33 +10,20 @@ from jax.sharding import Mesh, NamedSharding
 from namedshard._errors import MismatchError, message
 from namedshard._jit.arguments import compare, mismatch_message
 from namedshard._jit.donation import check_not_deleted, check_shared, is_concrete
+from namedshard._jit.program import Output
 from namedshard._jit.signature import held_numbers, static_key
 from namedshard._jit.store import CallPlan
 from namedshard._place.route import placement_of
 from namedshard._place.shard import place_leaves
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutputPlacement:
-    """One output of a compiled function.
-
-    Attributes:
-        path: The leaf path in the result.
-        asked: The sharding that its mapping asks for, or None where the compiler chose.
-        got: The sharding it comes out with.
-    """
-
-    path: str
-    asked: NamedSharding | None
-    got: Any
-
-
 class _Stage:
-    """Passes everything else on to JAX's own stage."""
+    """Passes everything else on to JAX's own stage. ``bound`` are leading arguments that calls leave out."""
 
     def __init__(self, stage: Any, call: CallPlan, prefix: tuple[Any, ...], bound: tuple[Any, ...]):
         self._stage = stage
         self._call = call
+        self._program = call.program
         self._prefix = prefix
         self._bound = bound
 
@@ -56,20 +43,20 @@ class Compiled(_Stage):
             MismatchError: Committed arguments are not placed as it needs them.
             DonationError: A donated argument is passed twice, or was donated before.
         """
-        call, program = self._call, self._call.program
+        program, reshards = self._program, self._call.reshards
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, (*self._bound, *args), kwargs))
         self._check_structure(leaves, treedef)
         arrays = program.select(leaves)
-        check_not_deleted(program.name, arrays, [n for n, x in enumerate(arrays) if is_concrete(x)], call.paths)
+        check_not_deleted(program, arrays, (n for n, x in enumerate(arrays) if is_concrete(x)))
         if program.donate:
-            check_shared(program.name, arrays, program.donate, call.paths)
+            check_shared(program, arrays)
         # Where it was lowered for structs, an array that is committed elsewhere is a mismatch, as in a call.
         moves = [
             (n, want)
-            for n, want in call.moves
-            if n in call.reshards or not placement_of(arrays[n], staging=False).committed
+            for n, want in self._call.moves
+            if n in reshards or not placement_of(arrays[n], staging=False).committed
         ]
-        values = place_leaves(call.paths, arrays, moves, program.donate) if moves else arrays
+        values = place_leaves(program.paths, arrays, moves, program.donate) if moves else arrays
         try:
             out = self._stage(*values)
         except (TypeError, ValueError):
@@ -79,7 +66,7 @@ class Compiled(_Stage):
         return program.finish(values, out)
 
     def _check_structure(self, leaves: Sequence[Any], treedef: Any) -> None:
-        program = self._call.program
+        program = self._program
         was, now = self._call.held, held_numbers(treedef)
         if treedef != program.treedef or (was and was[1]) != (now and now[1]):
             lines = [f"lowered for {program.treedef}", f"called with {treedef}"]
@@ -87,7 +74,7 @@ class Compiled(_Stage):
         arrays = set(range(len(leaves)) if program.indices is None else program.indices)
         differ = [
             f"{path}: lowered for {was!r}, called with {now!r}"
-            for i, (path, was, now) in enumerate(zip(self._call.names, program.statics, leaves, strict=True))
+            for i, (path, was, now) in enumerate(zip(program.names, program.statics, leaves, strict=True))
             if i not in arrays and static_key(was) != static_key(now)
         ]
         if differ:
@@ -97,7 +84,7 @@ class Compiled(_Stage):
         wanted = jax.tree_util.tree_leaves(self._stage.in_avals)
         lines = [
             f"{path}: lowered for {want.str_short()}, called with {jax.typeof(x).str_short()}"
-            for path, want, x in zip(self._call.paths, wanted, values, strict=True)
+            for path, want, x in zip(self._program.paths, wanted, values, strict=True)
             if (want.shape, want.dtype) != (jax.typeof(x).shape, jax.typeof(x).dtype)
         ]
         if lines:
@@ -105,38 +92,36 @@ class Compiled(_Stage):
             raise self._other_arguments(what, lines) from None
 
     def _other_arguments(self, what: str, lines: Sequence[str]) -> TypeError:
-        headline = f"{self._call.program.name}: {what} than those it was lowered for"
+        headline = f"{self._program.name}: {what} than those it was lowered for"
         return TypeError(message(headline, lines, fix="lower it again for these arguments"))
 
     def _check_places(self, values: Sequence[Any]) -> None:
         # None stands for arguments that nothing depends on.
         wanted = jax.tree_util.tree_leaves(self._stage.input_shardings, is_leaf=lambda x: x is None)
-        found: list[str] = []
-        for path, want, x in zip(self._call.paths, wanted, values, strict=True):
-            if getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh):
-                mismatch = compare(path, x, want, want.mesh, want)
-                found += [] if mismatch is None else [mismatch]
-        if found:
+        found = [
+            compare(path, x, want, want.mesh, want)
+            for path, want, x in zip(self._program.paths, wanted, values, strict=True)
+            if getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh)
+        ]
+        if found := [mismatch for mismatch in found if mismatch is not None]:
             fixes = ["place them as they were when it was lowered, or lower it again for these arguments"]
-            raise MismatchError(mismatch_message(self._call.program.name, found, len(values), fixes)) from None
+            raise MismatchError(mismatch_message(self._program.name, found, len(values), fixes)) from None
 
-    def outputs(self) -> tuple[OutputPlacement, ...]:
+    def outputs(self) -> tuple[Output, ...]:
         """For each array output, what its mapping asks for and where it comes out."""
-        program = self._call.program
-        got = dict(enumerate(jax.tree_util.tree_leaves(self._stage.output_shardings)))
-        got.update(program.empty)
-        return tuple(OutputPlacement(o.path, o.asked, got[n]) for n, o in enumerate(program.outputs))
+        got = jax.tree_util.tree_leaves(self._stage.output_shardings)
+        for n, want in self._program.empty:
+            got[n] = want
+        return tuple(dataclasses.replace(o, got=s) for o, s in zip(self._program.outputs, got, strict=True))
 
     def explain(self) -> str:
         """Each output in a line: its path, the spec it comes out with, and who decided."""
         placements = self.outputs()
         chosen = sum(p.asked is None for p in placements)
-        lines: list[str] = []
-        for p in placements:
-            by = "as mapped" if p.asked is not None else "chosen by the compiler"
-            lines.append(f"{p.path}: {getattr(p.got, 'spec', p.got)} ({by})")
+        by = ["chosen by the compiler" if p.asked is None else "as mapped" for p in placements]
+        lines = [f"{p.path}: {getattr(p.got, 'spec', p.got)} ({who})" for p, who in zip(placements, by, strict=True)]
         noun = f"output{'' if len(placements) == 1 else 's'} {'has' if chosen == 1 else 'have'}"
-        headline = f"{self._call.program.name}: {chosen} of {len(placements)} {noun} no mapping"
+        headline = f"{self._program.name}: {chosen} of {len(placements)} {noun} no mapping"
         return message(headline + (", so the compiler chose" if chosen else ""), lines)
 
 
@@ -145,6 +130,6 @@ class Lowered(_Stage):
 
     def compile(self, compiler_options: Any = None) -> Compiled:
         """Compile it."""
-        with self._call.program.counting():
+        with self._program.counting():
             stage = self._stage.compile(compiler_options)
         return Compiled(stage, self._call, self._prefix, self._bound)

@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, TypeAlias
 
+import jax
 from jax.sharding import NamedSharding
 
 from namedshard._cache import BoundedCache
-from namedshard._jit.program import Program
+from namedshard._jit.program import Function, Program
 from namedshard._plan.mapping import AxisMapping
-from namedshard._types import PyTreeDef
 
 MAX_CALLS = 4096
 MAX_PROGRAMS = 1024
@@ -57,49 +57,33 @@ class Options:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CallPlan:
-    """What to do in a call with one signature.
-
-    Attributes:
-        program: What to run.
-        names: The leaf path of each argument leaf.
-        paths: The same of those that are arrays.
-        concrete: Positions of the arrays that may have been deleted: no tracers, and nothing abstract.
-        moves: Arguments to place first, with where.
-        reshards: Those of them that are mismatches.
-        held: The structure's `held_numbers`.
-        has_run: Whether it has run.
-        streak: Consecutive calls that moved ``reshards``; ``last_run`` is the number of the last such run.
-        used: The number of the last run.
-    """
+    """What to do in a call with one signature, and when it was last done."""
 
     program: Program
-    names: tuple[str, ...]
-    paths: tuple[str, ...]
+    # Positions of the arrays that may have been deleted: no tracers, and nothing abstract.
     concrete: tuple[int, ...]
+    # Arguments to place first, and those of them that are mismatches.
     moves: tuple[tuple[int, NamedSharding], ...]
     reshards: tuple[int, ...]
+    # The structure's `held_numbers`.
     held: tuple[list[Any], Hashable] | None
     has_run: bool = False
+    # Consecutive calls that moved ``reshards``, and the number of the last run.
     streak: int = 0
-    last_run: int = -2
     used: int = 0
 
 
 class Store:
     """Programs by what was traced, call plans by what was passed; drops the least recently used ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Function) -> None:
+        self.function = function
         self.programs: dict[Hashable, Program] = {}
         self.calls: dict[Hashable, CallPlan] = {}
         self.last: tuple[Any, CallPlan | None] = (None, None)
         self.lock = threading.RLock()
         self.numbers_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
-        self.warned: set[str] = set()
         self.runs = 0
-        self.reshards = 0
-        self.bytes_moved = 0
-        self._dropped_traces = 0
-        self._dropped_compiles = 0
 
     def add(self, key: Hashable, call: CallPlan) -> None:
         """Keep a call plan. Over the limits, a quarter is dropped, with the programs that no other plan runs."""
@@ -110,41 +94,33 @@ class Store:
         recent = sorted(self.calls.items(), key=lambda item: item[1].used)
         self.calls = dict(recent[len(recent) // 4 :])
         needed = {id(kept.program) for kept in self.calls.values()}
-        for name, program in list(self.programs.items()):
-            if id(program) not in needed:
-                self._dropped_traces += program.traces
-                self._dropped_compiles += program.compiles
-                del self.programs[name]
-
-    def report(self) -> Report:
-        """The counts so far."""
-        programs = list(self.programs.values())
-        traces = self._dropped_traces + sum(p.traces for p in programs)
-        compiles = self._dropped_compiles + sum(p.compiles for p in programs)
-        return Report(self.runs, traces, compiles, self.reshards, self.bytes_moved)
+        self.programs = {key: program for key, program in self.programs.items() if id(program) in needed}
 
 
 _by_anchor: weakref.WeakKeyDictionary[Any, dict[Hashable, Store]] = weakref.WeakKeyDictionary()
 _by_structure: BoundedCache[Store] = BoundedCache(256)
 
 
-def store_of_function(fn: Callable[..., Any], options: Hashable) -> tuple[Store, Callable[[], Callable[..., Any]]]:
-    """One store for all wrappings of a function with the same options, and a way to get the function.
+def store_of_function(fn: Callable[..., Any], options: Options) -> Store:
+    """One store for all wrappings of a function with the same options.
 
     The store lives as long as the function, a method's as long as its object, so it must not keep them alive. What is
     compared by value has a store per wrapping: two equal objects must not share one.
     """
     method = isinstance(fn, types.MethodType)
     anchor = fn.__self__ if method else fn
+    jit_kwargs = dict(options.jit_kwargs)
     if type(anchor).__eq__ is object.__eq__:
         # Some objects take no weak references, and some options cannot be hashed.
         with contextlib.suppress(TypeError):
             reference: Any = weakref.WeakMethod(fn) if method else weakref.ref(fn)
             stores = _by_anchor.setdefault(anchor, {})
-            return stores.setdefault((fn.__func__ if method else None, options), Store()), reference
-    return Store(), lambda: fn
+            store = Store(Function(fn, reference, jit_kwargs))
+            return stores.setdefault((fn.__func__ if method else None, options), store)
+    return Store(Function(fn, lambda: fn, jit_kwargs))
 
 
-def store_of_structure(treedef: PyTreeDef, options: Hashable) -> Store:
+def store_of_structure(fn: Callable[..., Any], holder: Any, options: Options) -> Store:
     """One store for functions that hold arrays and have one structure; the 256 most recently used are kept."""
-    return _by_structure.put((treedef, options), Store())
+    store = Store(Function(fn, None, dict(options.jit_kwargs)))
+    return _by_structure.put((jax.tree_util.tree_structure(holder), options), store)

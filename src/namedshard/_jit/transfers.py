@@ -1,6 +1,7 @@
 """PURE. Transfers in traced code that the compiler will ignore, found in the jaxpr."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,21 +19,23 @@ KnownShardings = dict[Any, Sharding]
 def check_transfers(name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike | None) -> str | None:
     """Find every ``device_put`` in a function's jaxpr that the compiler ignores.
 
-    Args:
-        name: The function's name, for messages.
-        jaxpr: What it was traced to.
-        values: The arguments that it was traced for.
-        mesh: The mesh that it was traced under.
-
-    Returns:
-        A warning, if some only ask for another spec; else None.
+    ``values`` are the arguments that it was traced for, under ``mesh``. Returns a warning if some ask for another spec.
 
     Raises:
         IgnoredTransferError: Some go to a device, order or platform that the compiled function doesn't run on.
     """
+    # What the function closes over comes before its arguments.
+    inputs = zip(jaxpr.invars[len(jaxpr.invars) - len(values) :], values, strict=True)
+    given = {v: x.sharding for v, x in inputs if getattr(x, "sharding", None) is not None}
     devices, fixed = _traced_devices(values, mesh)
-    transfers, specs = _find_ignored(jaxpr, values, devices, fixed)
-    if devices and transfers:
+    transfers: dict[str, None] = {}
+    specs: dict[str, None] = {}
+    for eqn, n, known in _device_puts(jaxpr, given):
+        if target := _ignored_devices(eqn.params["devices"][n], devices, fixed):
+            transfers[f"{compat.user_source(eqn)}: to {target}"] = None
+        if target := _ignored_spec(eqn, n, known):
+            specs[f"{compat.user_source(eqn)}: to {target}"] = None
+    if transfers and devices:
         noun = "device_put" if len(transfers) == 1 else "device_puts"
         raise IgnoredTransferError(
             f"{name}: {len(transfers)} {noun} in traced code would be ignored by the compiler, which runs on"
@@ -49,23 +52,6 @@ def check_transfers(name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike
         specs,
         fix="use ns.shard, or jax.lax.with_sharding_constraint",
     )
-
-
-def _find_ignored(
-    jaxpr: Any, values: Sequence[Any], devices: tuple[Device, ...] | None, fixed: bool
-) -> tuple[list[str], list[str]]:
-    """A line for each ``device_put`` that is ignored: those to other devices, and those to another spec."""
-    # What the function closes over comes before its arguments.
-    inputs = jaxpr.invars[len(jaxpr.invars) - len(values) :]
-    given = ((v, getattr(x, "sharding", None)) for v, x in zip(inputs, values, strict=True))
-    transfers: dict[str, None] = {}
-    specs: dict[str, None] = {}
-    for eqn, n, known in _device_puts(jaxpr, {v: s for v, s in given if s is not None}):
-        if devices is not None and (target := _ignored_devices(eqn.params["devices"][n], devices, fixed)):
-            transfers[f"{compat.user_source(eqn)}: to {target}"] = None
-        if target := _ignored_spec(eqn, n, known):
-            specs[f"{compat.user_source(eqn)}: to {target}"] = None
-    return list(transfers), list(specs)
 
 
 def _traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[Device, ...] | None, bool]:
@@ -95,8 +81,8 @@ def _device_puts(jaxpr: Any, known: KnownShardings) -> Iterator[tuple[Any, int, 
         for inner in compat.inner_jaxprs(eqn.params):
             passed: KnownShardings = {}
             if name in ("jit", "pjit") and len(inner.invars) == len(eqn.invars):
-                outer = ((v, _known_sharding(o, known)) for v, o in zip(inner.invars, eqn.invars, strict=True))
-                passed = {v: s for v, s in outer if s is not None}
+                outer = zip(inner.invars, eqn.invars, strict=True)
+                passed = {v: s for v, o in outer if (s := _known_sharding(o, known)) is not None}
             yield from _device_puts(inner, passed)
 
 
@@ -109,15 +95,15 @@ def _platform_and_ids(devices: Sequence[Device]) -> str:
     return f"{devices[0].platform} devices {[d.id for d in devices]}"
 
 
-def _ignored_devices(target: Any, traced: tuple[Device, ...], fixed: bool) -> str | None:
+def _ignored_devices(target: Any, traced: tuple[Device, ...] | None, fixed: bool) -> str | None:
     """The target's devices, if they or their order or platform differ from the traced ones; else None.
 
     Transfers between memory spaces, which do work, pass. ``fixed``: some argument or the mesh decides the devices; if
     nothing does, a sharding in the traced code decides, and only a bare device is ignored.
     """
-    if isinstance(target, jax.Device):
+    if isinstance(target, jax.Device) and traced is not None:
         return None if traced == (target,) else _platform_and_ids([target])
-    if not (fixed and isinstance(target, Sharding)):
+    if not (traced and fixed and isinstance(target, Sharding)):
         return None
     if isinstance(target, NamedSharding) and not isinstance(target.mesh, Mesh):
         return None
@@ -126,39 +112,24 @@ def _ignored_devices(target: Any, traced: tuple[Device, ...], fixed: bool) -> st
 
 
 def _ignored_spec(eqn: Any, n: int, known: KnownShardings) -> str | None:
-    """The spec that a ``device_put`` asks for within the same memory space, which Auto axes leave undone; else None.
-
-    Those whose operand is known to be there already pass.
-    """
+    """The spec that a ``device_put`` asks for within the same memory space, which Auto axes leave undone; else None."""
     target = eqn.params["devices"][n]
-    if not isinstance(target, NamedSharding) or target.mesh.size == 1 or not _auto_entries(target):
+    if not isinstance(target, NamedSharding) or target.mesh.size == 1 or not _has_auto_entries(target):
         return None
-    before, after = eqn.invars[n].aval, eqn.outvars[n].aval
-    if compat.space_of_type(before) != compat.space_of_type(after):
+    if compat.space_of_type(eqn.invars[n].aval) != compat.space_of_type(eqn.outvars[n].aval):
         return None
-    if _is_there(_known_sharding(eqn.invars[n], known), target):
-        return None
-    return f"P({', '.join(map(repr, target.spec))})"
+    have = _known_sharding(eqn.invars[n], known)
+    is_there = (
+        isinstance(have, NamedSharding)
+        and have.mesh.shape == target.mesh.shape
+        # One of two equal specs may be padded with None.
+        and all(a == b for a, b in itertools.zip_longest(have.spec, target.spec))
+    )
+    return None if is_there else f"P({', '.join(map(repr, target.spec))})"
 
 
-def _auto_entries(target: NamedSharding) -> bool:
+def _has_auto_entries(target: NamedSharding) -> bool:
     """Whether the target says something about Auto axes; on Explicit ones a ``device_put`` does move."""
     types = dict(zip(target.mesh.axis_names, target.mesh.axis_types, strict=True))
-    if all(t == AxisType.Auto for t in types.values()):
-        return True
-    named = (n for e in target.spec for n in ((e,) if isinstance(e, str) else (e or ())))
-    return any(types.get(n) == AxisType.Auto for n in named)
-
-
-def _is_there(have: Sharding | None, target: NamedSharding) -> bool:
-    if not isinstance(have, NamedSharding):
-        return False
-    return have.mesh.shape == target.mesh.shape and _trimmed(have.spec) == _trimmed(target.spec)
-
-
-def _trimmed(spec: Iterable[Any]) -> list[Any]:
-    """The entries without a tail of None, and with tuples of one name as that name."""
-    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return entries
+    named = (types.get(n) for e in target.spec for n in ((e,) if isinstance(e, str) else (e or ())))
+    return AxisType.Auto in named or set(types.values()) <= {AxisType.Auto}

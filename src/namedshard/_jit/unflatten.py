@@ -4,6 +4,7 @@ JAX runs each node's constructor: for a tree of named arrays most of a small ste
 once and then copied node by node with the new leaves in place.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,101 +34,99 @@ def _plain_instance(node: Any) -> bool:
 
 
 def _always(node: Any) -> Builder:
-    return lambda leaves: node
+    return lambda _: node
 
 
-def _pick(index: int) -> Builder:
-    return lambda leaves: leaves[index]
+def _each(nodes: Sequence[Any], parts: Sequence[Builder | None]) -> Builder:
+    made = [part or _always(x) for x, part in zip(nodes, parts, strict=True)]
+    return lambda leaves: [part(leaves) for part in made]
 
 
-def _run_of(node: Any) -> slice | None:
-    """The leaves of a container of nothing but leaves, which are consecutive."""
-    children = list(node.values()) if type(node) is dict else node
-    if not children or any(type(x) is not _Slot for x in children):
+def _build(node: Any) -> Builder | None:
+    """How to build a node; None where one object will do for all calls: it has no leaf and cannot be changed."""
+    if type(node) is _Slot:
+        return operator.itemgetter(node.index)
+    if node is None or jax.tree_util.all_leaves([node]):
         return None
-    return slice(children[0].index, children[-1].index + 1)
-
-
-def _build_run(node: Any, run: slice) -> Builder:
-    if type(node) is list:
-        return lambda leaves: list(leaves[run])
-    if type(node) is tuple:
-        return lambda leaves: tuple(leaves[run])
-    keys = list(node)
-    return lambda leaves: dict(zip(keys, leaves[run], strict=True))
-
-
-def _build(node: Any) -> tuple[Builder, bool]:
-    """How to build a node, and whether one object will do for all calls: it has no leaf and cannot be changed."""
-    kind = type(node)
-    if kind is _Slot:
-        return _pick(node.index), False
-    if node is None:
-        return _always(None), True
-    if (run := _run_of(node) if kind in (list, tuple, dict) else None) is not None:
-        return _build_run(node, run), False
-    if kind is list:
-        parts = [_build(x)[0] for x in node]
-        return lambda leaves: [part(leaves) for part in parts], False
-    if kind is tuple:
-        built = [_build(x) for x in node]
-        if all(fixed for _, fixed in built):
-            return _always(node), True
-        parts = [part for part, _ in built]
-        return lambda leaves: tuple([part(leaves) for part in parts]), False
-    if kind is dict:
-        named = [(key, _build(x)[0]) for key, x in node.items()]
-        return lambda leaves: {key: part(leaves) for key, part in named}, False
+    if type(node) in (list, tuple, dict):
+        return _build_container(node)
     if _plain_instance(node):
         return _build_instance(node)
     inner, treedef = jax.tree_util.tree_flatten(node)
-    picks = [x.index for x in inner]
-    return lambda leaves: jax.tree_util.tree_unflatten(treedef, [leaves[i] for i in picks]), False
+    collect = _each(inner, [_build(x) for x in inner])
+    return lambda leaves: jax.tree_util.tree_unflatten(treedef, collect(leaves))
 
 
-def _build_instance(node: Any) -> tuple[Builder, bool]:
+def _build_container(node: Any) -> Builder | None:
+    kind = type(node)
+    children = list(node.values()) if kind is dict else node
+    parts = [_build(x) for x in children]
+    if kind is tuple and not any(parts):
+        return None
+    collect = _each(children, parts)
+    if children and all(type(x) is _Slot for x in children):
+        # The leaves of a container of nothing but leaves are consecutive.
+        collect = operator.itemgetter(slice(children[0].index, children[-1].index + 1))
+    if kind is dict:
+        keys = list(node)
+        return lambda leaves: dict(zip(keys, collect(leaves), strict=True))
+    return lambda leaves: kind(collect(leaves))
+
+
+def _build_instance(node: Any) -> Builder | None:
     cls, new = type(node), object.__new__
     children = {id(child) for child in jax.tree_util.tree_leaves(node, is_leaf=lambda x: x is not node)}
     attributes = dict(node.__dict__)
-    changing = [(name, x.index) for name, x in attributes.items() if type(x) is _Slot]
-    subtrees = {name: _build(x) for name, x in attributes.items() if type(x) is not _Slot and id(x) in children}
-    nested = [(name, part) for name, (part, fixed) in subtrees.items() if not fixed]
-    if not changing and not nested:
-        return _always(node), True
-    if len(changing) == 1 and not nested:
-        ((only, index),) = changing
+    parts = {name: _build(x) for name, x in attributes.items() if id(x) in children}
+    changing = [(name, part) for name, part in parts.items() if part is not None]
+    if not changing:
+        return None
+
+    if len(changing) == 1:
+        ((only, value),) = changing
 
         def build_one(leaves: Sequence[Any]) -> Any:
             out = new(cls)
             copied = out.__dict__
             copied.update(attributes)
-            copied[only] = leaves[index]
+            copied[only] = value(leaves)
             return out
 
-        return build_one, False
+        return build_one
 
     def build(leaves: Sequence[Any]) -> Any:
         out = new(cls)
         copied = out.__dict__
         copied.update(attributes)
-        for name, index in changing:
-            copied[name] = leaves[index]
-        for name, part in nested:
+        for name, part in changing:
             copied[name] = part(leaves)
         return out
 
-    return build, False
+    return build
 
 
-def unflattener(treedef: PyTreeDef) -> Builder:
-    """A function from leaves to the tree of this structure; equal to ``treedef.unflatten`` in every respect."""
-    slots = [_Slot(i) for i in range(treedef.num_leaves)]
+def filled(statics: Sequence[Any], indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+    """All leaves of a tree, from the static ones and the arrays."""
+    full = list(statics)
+    for i, x in zip(indices, arrays, strict=True):
+        full[i] = x
+    return full
+
+
+def unflattener(treedef: PyTreeDef, statics: Sequence[Any], indices: Sequence[int]) -> Builder:
+    """A function from arrays to the tree of this structure with them and the static leaves.
+
+    It is equal to ``treedef.unflatten`` of the `filled` leaves in every respect.
+    """
+    slots = [_Slot(n) for n in range(len(indices))]
+    whole = filled(statics, indices, slots)
     try:
-        built, _ = _build(jax.tree_util.tree_unflatten(treedef, slots))
+        tree = jax.tree_util.tree_unflatten(treedef, whole)
+        built = _build(tree) or _always(tree)
         leaves, again = jax.tree_util.tree_flatten(built(slots))
-        if again == treedef and all(a is b for a, b in zip(leaves, slots, strict=True)):
+        if again == treedef and all(a is b for a, b in zip(leaves, whole, strict=True)):
             return built
     except Exception:
         # A node whose constructor looks at its leaves cannot be analyzed with placeholders.
-        return treedef.unflatten
-    return treedef.unflatten
+        pass
+    return lambda arrays: treedef.unflatten(filled(statics, indices, arrays))

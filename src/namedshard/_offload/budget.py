@@ -8,7 +8,7 @@ and states that some value needs at once come in one group: no barrier lies betw
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,13 @@ from jax.sharding import Sharding
 from namedshard import _jaxcompat as compat
 from namedshard._place.local import change_memory
 
-_MISSING = object()
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Op:
-    """An equation between numbered values, or literals; ``needs`` are the inputs that have to be there."""
+    """An equation between numbered values; ``needs`` are the inputs that have to be there."""
 
     eqn: Any
-    inputs: tuple[Any, ...]
+    inputs: Sequence[int]
     outputs: range
     needs: frozenset[int]
 
@@ -50,7 +48,6 @@ class _IncrementalEvaluator:
         self._needs: list[frozenset[int]] = []
         self._values: dict[int, Any] = {}
         self._ops: list[_Op] = []
-        self._done: set[int] = set()
         self._inputs = self._new(closed.jaxpr.invars)
         self._needs = [frozenset({n}) for n in self._inputs]
         self._effects = frozenset[int]()
@@ -62,27 +59,32 @@ class _IncrementalEvaluator:
         self._needs.extend(needs for _ in variables)
         return range(start, len(self._sizes))
 
-    def _walk(self, closed: Any, given: Sequence[Any]) -> list[Any]:
+    def _constants(self, variables: Sequence[Any], values: Sequence[Any]) -> range:
+        numbers = self._new(variables)
+        self._values |= zip(numbers, values, strict=True)
+        return numbers
+
+    def _walk(self, closed: Any, given: Sequence[int]) -> list[int]:
         """Number the values of a jaxpr; a jit that takes the moments of all parameters is looked through."""
-        constants = self._new(closed.jaxpr.constvars)
-        self._values |= zip(constants, closed.consts, strict=True)
-        env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, constants, strict=True))
-        env |= zip(closed.jaxpr.invars, given, strict=True)
-        for eqn in closed.jaxpr.eqns:
-            inputs = tuple(v if isinstance(v, Literal) else env[v] for v in eqn.invars)
+        jaxpr = closed.jaxpr
+        env: dict[Any, int] = dict(zip(jaxpr.constvars, self._constants(jaxpr.constvars, closed.consts), strict=True))
+        env |= zip(jaxpr.invars, given, strict=True)
+
+        def numbers(atoms: Sequence[Any]) -> list[int]:
+            return [self._constants([v], [v.val])[0] if isinstance(v, Literal) else env[v] for v in atoms]
+
+        for eqn in jaxpr.eqns:
+            inputs = numbers(eqn.invars)
             if (body := _body(eqn)) is not None:
                 env |= zip(eqn.outvars, self._walk(body, inputs), strict=True)
                 continue
-            needs = frozenset[int]().union(*map(self._needed, inputs))
+            needs = frozenset[int]().union(*(self._needs[v] for v in inputs))
             if eqn.effects:
                 needs = self._effects = needs | self._effects
             outputs = self._new(eqn.outvars, needs)
             self._ops.append(_Op(eqn, inputs, outputs, needs))
             env |= zip(eqn.outvars, outputs, strict=True)
-        return [v if isinstance(v, Literal) else env[v] for v in closed.jaxpr.outvars]
-
-    def _needed(self, value: Any) -> frozenset[int]:
-        return frozenset() if isinstance(value, Literal) else self._needs[value]
+        return numbers(jaxpr.outvars)
 
     def group_inputs(self, chosen: Sequence[int]) -> list[list[int]]:
         """The chosen inputs in sets that some value needs at once, such as the two moments of a parameter.
@@ -92,45 +94,31 @@ class _IncrementalEvaluator:
         of: dict[int, frozenset[int]] = {n: frozenset({n}) for n in chosen}
         sets = dict(of)
         for op in self._ops:
-            inputs = [of.get(v, frozenset()) for v in op.inputs if not isinstance(v, Literal) and self._sizes[v] > 1]
-            merged = frozenset[int]().union(*inputs)
+            merged = frozenset[int]().union(*(of.get(v, frozenset()) for v in op.inputs if self._sizes[v] > 1))
             of |= dict.fromkeys(op.outputs, merged)
             whole = frozenset[int]().union(*(sets[n] for n in merged))
             sets |= dict.fromkeys(whole, whole)
         return [sorted(s) for s in dict.fromkeys(sets[n] for n in chosen)]
 
-    def set_input(self, n: int, value: Any) -> None:
-        """Provide an input."""
-        self._values[n] = value
+    def set_inputs(self, inputs: Iterable[tuple[int, Any]]) -> None:
+        self._values.update(inputs)
 
-    def _available(self) -> set[int]:
-        return {n for n in self._inputs if n in self._values}
-
-    def ready_outputs(self) -> list[int]:
-        """Outputs whose inputs are all set."""
-        available = self._available()
-        return [n for n, v in enumerate(self._outputs) if self._needed(v) <= available]
-
-    def evaluate(self, outputs: Sequence[int]) -> list[Any]:
-        """The values of some outputs that are ready, and all effects that are."""
-        available = self._available()
-        wanted = {v for n in outputs if not isinstance(v := self._outputs[n], Literal)}
-        needed: list[int] = []
-        for n in reversed(range(len(self._ops))):
-            op = self._ops[n]
-            effect = bool(op.eqn.effects) and op.needs <= available
-            if n not in self._done and (effect or not wanted.isdisjoint(op.outputs)):
-                needed.append(n)
-                wanted |= {v for v in op.inputs if not isinstance(v, Literal)}
-        for n in reversed(needed):
-            op = self._ops[n]
-            out = compat.run_equation(op.eqn, [self._read(v) for v in op.inputs])
+    def evaluate_ready(self, done: Container[int]) -> dict[int, Any]:
+        """The outputs whose inputs are all set, apart from those ``done``, by number; runs all effects that can be."""
+        available = {n for n in self._inputs if n in self._values}
+        ready = [n for n, v in enumerate(self._outputs) if n not in done and self._needs[v] <= available]
+        wanted = {self._outputs[n] for n in ready}
+        needed: list[_Op] = []
+        for op in reversed(self._ops):
+            if (op.eqn.effects and op.needs <= available) or not wanted.isdisjoint(op.outputs):
+                needed.append(op)
+                wanted.update(op.inputs)
+        for op in reversed(needed):
+            out = compat.run_equation(op.eqn, [self._values[v] for v in op.inputs])
             self._values |= zip(op.outputs, out, strict=True)
-            self._done.add(n)
-        return [self._read(self._outputs[n]) for n in outputs]
-
-    def _read(self, value: Any) -> Any:
-        return value.val if isinstance(value, Literal) else self._values[value]
+        executed = set(needed)
+        self._ops = [op for op in self._ops if op not in executed]
+        return {n: self._values[self._outputs[n]] for n in ready}
 
 
 def _groups(sets: Sequence[Sequence[int]], sizes: Mapping[int, int], budget: int) -> list[list[int]]:
@@ -157,40 +145,28 @@ def update_within(
 ) -> tuple[Any, Any]:
     """``run`` on a state with the chosen leaves moved in, and the new ones moved out, group by group.
 
-    Args:
-        run: From the state's leaves, all on the device, to (updates, new state of the same structure).
-        values: The state's leaves, all arrays; the chosen ones in host memory.
-        sizes: Which leaves live in host memory, with their bytes on each device, or at most so many.
-        memory_kind: Where they live.
-        budget: Bytes of states, old and new, brought to a device at a time; a single parameter's may need more.
-
-    Returns:
-        (updates, new state), with the chosen leaves of the new state in host memory.
+    ``run`` goes from the state's leaves on the device to (updates, new state of the same structure). ``sizes`` tells
+    which ``values`` live in host memory, with their bytes on each device (or at most so many), and ``budget`` how many
+    bytes of old and new states are brought to a device at a time; a single parameter's may need more.
     """
     chosen = list(sizes)
-    like = list(values)
-    for i, x in zip(chosen, change_memory([values[i] for i in chosen], "device"), strict=True):
-        like[i] = x
+    on_device = dict(zip(chosen, change_memory([values[i] for i in chosen], "device"), strict=True))
+    like = [on_device.get(i, x) for i, x in enumerate(values)]
     closed, shape = jax.make_jaxpr(lambda *leaves: run(leaves), return_shape=True)(*like)
     evaluator = _IncrementalEvaluator(closed)
+    evaluator.set_inputs((i, x) for i, x in enumerate(values) if i not in sizes)
     first_state = len(jax.tree_util.tree_leaves(shape[0]))
-    outputs: list[Any] = [_MISSING] * len(closed.jaxpr.outvars)
-    for i, x in enumerate(values):
-        if i not in chosen:
-            evaluator.set_input(i, x)
+    outputs: dict[int, Any] = {}
     back: list[Any] = []
     for group in _groups(evaluator.group_inputs(chosen), sizes, budget):
         incoming: Any = [values[i] for i in group]
         if back:
             incoming, _ = jax.lax.optimization_barrier((incoming, back))
-        for i, x in zip(group, change_memory(incoming, "device"), strict=True):
-            evaluator.set_input(i, x)
-        left: list[Any] = []
-        ready = [n for n in evaluator.ready_outputs() if outputs[n] is _MISSING]
-        for n, x in zip(ready, evaluator.evaluate(ready), strict=True):
-            outputs[n] = x
-            if n - first_state in chosen:
-                (outputs[n],) = change_memory([x], memory_kind)
-                left.append(outputs[n])
+        evaluator.set_inputs(zip(group, change_memory(incoming, "device"), strict=True))
+        ready = evaluator.evaluate_ready(outputs)
+        leaving = [n for n in ready if n - first_state in sizes]
+        left = change_memory([ready[n] for n in leaving], memory_kind)
+        outputs |= ready | dict(zip(leaving, left, strict=True))
         back = left or back
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shape), outputs)
+    flat = [outputs[n] for n in range(len(outputs))]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shape), flat)

@@ -16,6 +16,7 @@ from namedshard._errors import MemoryKindError, OffloadError, count_of, deleted_
 from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
 from namedshard._place.local import change_memory, check_narrowing
+from namedshard._place.route import placement_of
 from namedshard._place.shard import check_memory_of
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
 from namedshard._plan.mesh import context_mesh
@@ -50,20 +51,22 @@ def _per_device(x: Any) -> int | None:
     return math.prod(shape) * x.dtype.itemsize
 
 
-def _is_array(x: Any) -> bool:
-    return is_array_like(x) and jax_can_hold(x.dtype)
+def _arrays(leaves: Sequence[Leaf]) -> list[int]:
+    return [i for i, leaf in enumerate(leaves) if is_array_like(leaf.value) and jax_can_hold(leaf.value.dtype)]
 
 
 def _candidates(leaves: Sequence[Leaf], where: Where, min_size: int) -> list[int]:
     """Leaves that may go to host memory: chosen, arrays, no scalars, large enough."""
-    chosen = _predicate(where)
-    found = [i for i, leaf in enumerate(leaves) if _is_array(leaf.value) and chosen(leaf.path, leaf.value)]
+    arrays, chosen = _arrays(leaves), _predicate(where)
+    found = [i for i in arrays if chosen(leaves[i].path, leaves[i].value)]
     sized = [i for i in found if leaves[i].value.ndim and _bytes(leaves[i].value) >= max(1, min_size)]
     if not sized:
-        arrays = [f"{leaf.path} ({_bytes(leaf.value)} bytes)" for leaf in leaves if _is_array(leaf.value)]
         reason = "scalars" if not min_size else f"scalars, or smaller than min_size={min_size} bytes"
         which = f"the only matches are {reason}" if found else "nothing matches"
-        raise OffloadError(f"where={where!r} selects no leaf for host memory: {which}; the arrays are", arrays)
+        raise OffloadError(
+            f"where={where!r} selects no leaf for host memory: {which}; the arrays are",
+            [f"{leaves[i].path} ({_bytes(leaves[i].value)} bytes)" for i in arrays],
+        )
     return sized
 
 
@@ -73,7 +76,7 @@ def _bytes(x: Any) -> int:
 
 def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: int) -> list[int]:
     """The largest candidates, until what stays takes at most ``fit`` bytes per device."""
-    arrays = {i: leaf.value for i, leaf in enumerate(leaves) if _is_array(leaf.value)}
+    arrays = {i: leaves[i].value for i in _arrays(leaves)}
     if sum(map(_bytes, arrays.values())) <= fit:
         return []
     sizes = {i: size for i, x in arrays.items() if (size := _per_device(x)) is not None}
@@ -166,19 +169,21 @@ def _with_offloaded(tree: Any, leaves: Sequence[Leaf], chosen: Sequence[int], me
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), _moved(leaves, chosen, memory_kind))
 
 
-def _kind_of(x: Any) -> str:
-    if isinstance(x, Tracer):
-        return compat.memory_kind_of_traced(x)
-    return (x.sharding.memory_kind or "device") if isinstance(x, jax.Array) else "device"
+def _is_on_device(x: Any) -> bool:
+    return placement_of(x, staging=False).memory_kind in (None, "device")
 
 
 @functools.cache
 def _check_compiler(device: Device, memory_kind: str) -> None:
     """Compile one transfer there and back, once per process, and look for it in what the compiler made of it."""
+
+    def there_and_back(x: jax.Array) -> jax.Array:
+        (on_device,) = change_memory([x], "device")
+        return change_memory([on_device + 1], memory_kind)[0]
+
     with compat.no_context_mesh():
         place = SingleDeviceSharding(device, memory_kind=memory_kind)
-        like = jax.ShapeDtypeStruct((8,), "float32", sharding=place)
-        compiled = jax.jit(_there_and_back, static_argnums=1).lower(like, memory_kind).compile()
+        compiled = jax.jit(there_and_back).lower(jax.ShapeDtypeStruct((8,), "float32", sharding=place)).compile()
     kept = compiled.output_shardings.memory_kind
     if kept != memory_kind or compat.HOST_IN_HLO not in (compiled.as_text() or ""):
         raise OffloadError(
@@ -187,15 +192,9 @@ def _check_compiler(device: Device, memory_kind: str) -> None:
         )
 
 
-def _there_and_back(x: jax.Array, memory_kind: str) -> jax.Array:
-    (on_device,) = change_memory([x], "device")
-    (back,) = change_memory([on_device + 1], memory_kind)
-    return back
-
-
 def _verify(leaves: Sequence[Leaf], chosen: Sequence[int], want_host: bool, when: str) -> None:
     """JAX's types know the memory space of every array, also while tracing: nothing is left to hope."""
-    wrong = [leaves[i].path for i in chosen if (_kind_of(leaves[i].value) == "device") == want_host]
+    wrong = [leaves[i].path for i in chosen if _is_on_device(leaves[i].value) == want_host]
     if wrong:
         there = "device memory" if want_host else "host memory"
         raise OffloadError(
@@ -298,7 +297,7 @@ class _OffloadedOptimizer:
         chosen = _candidates(leaves, self.where, self.min_size)
         if self.fit is not None:
             # `init` chose: a leaf is known by where it lives.
-            chosen = [i for i in chosen if _kind_of(leaves[i].value) != "device"]
+            chosen = [i for i in chosen if not _is_on_device(leaves[i].value)]
 
         def run(values: Sequence[Any]) -> tuple[Any, Any]:
             on_device = jax.tree_util.tree_unflatten(treedef, values)

@@ -4,12 +4,12 @@ The processes compare fingerprints of the call by `coordination`, with a time li
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Sequence
@@ -32,8 +32,6 @@ from namedshard._processes.coordination import (
     publish_exchange_failure,
 )
 
-DEFAULT_TIMEOUT = 60.0
-
 T = TypeVar("T")
 
 
@@ -49,12 +47,12 @@ class LeafDescription:
     aval: str
     source: str
     target: str = ""
-    local: bool = dataclasses.field(default=False, compare=False)
+    local: bool = dataclasses.field(default=False, compare=False, repr=False)
     host: bool = False
 
     def __str__(self) -> str:
         source = "a host value" if self.host else self.source
-        return f"{at(self.path)}: {self.aval} from {source}" + (f" to {self.target}" if self.target else "")
+        return f": {at(self.path)}: {self.aval} from {source}" + (f" to {self.target}" if self.target else "")
 
 
 def describe_leaf(path: str, x: Any, target: Sharding | str = "", *, host: bool = False) -> LeafDescription:
@@ -89,12 +87,7 @@ def fingerprint_value(value: np.ndarray) -> str:
     return found.hexdigest()
 
 
-class _Limit(threading.local):
-    def __init__(self) -> None:
-        self.seconds = float(os.environ.get("NAMEDSHARD_COLLECTIVE_TIMEOUT", DEFAULT_TIMEOUT))
-
-
-_limit = _Limit()
+_limit = contextvars.ContextVar("limit", default=float(os.environ.get("NAMEDSHARD_COLLECTIVE_TIMEOUT", 60)))
 
 
 @contextlib.contextmanager
@@ -116,11 +109,11 @@ def collective_timeout(seconds: int | float) -> Generator[None, None, None]:
     """
     if seconds <= 0:
         raise ValueError(f"collective_timeout must be positive, not {seconds}")
-    before, _limit.seconds = _limit.seconds, float(seconds)
+    before = _limit.set(float(seconds))
     try:
         yield
     finally:
-        _limit.seconds = before
+        _limit.reset(before)
 
 
 def _verdict(channel: Channel, digest: bytes, end: float) -> bool | list[int]:
@@ -148,43 +141,32 @@ def _withdraw(channel: Channel, error: BaseException) -> None:
             publish_exchange_failure(error)
 
 
-class _Calls:
-    """Numbers the calls of this process: its n-th call belongs with the n-th call of every other process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._channels: list[Channel] = []
-
-    @property
-    def scope(self) -> str:
-        """The scope of the last call's messages."""
-        return f"call/{self.count}"
-
-    def agree(self, what: str, digest: bytes) -> tuple[Channel, bool | list[int], int]:
-        """A call's channel and verdict, and how many calls of the others ended without this process."""
-        end = time.monotonic() + _limit.seconds
-        missed = 0
-        while True:
-            self.count += 1
-            channel = Channel(self.scope, what)
-            self._channels.append(channel)
-            try:
-                verdict = _verdict(channel, digest, end)
-            except BaseException as error:
-                _withdraw(channel, error)
-                raise
-            if isinstance(verdict, bool):
-                # Every process has come to this call, so none still reads messages of earlier ones.
-                for old in self._channels[:-1] if jax.process_index() == 0 else ():
-                    old.delete()
-                self._channels = [channel]
-            elif jax.process_index() in verdict:
-                missed += 1
-                continue
-            return channel, verdict, missed
+_numbers = itertools.count(1)
+_channels: list[Channel] = []
+"""Of this process's calls, whose n-th belongs with the n-th of every other process, from the last agreed one on."""
 
 
-_calls = _Calls()
+def _meet(what: str, digest: bytes) -> tuple[Channel, bool | list[int], int]:
+    """A call's channel and verdict, and how many calls of the others ended without this process."""
+    end = time.monotonic() + _limit.get()
+    missed = 0
+    while True:
+        channel = Channel(f"call/{next(_numbers)}", what)
+        _channels.append(channel)
+        try:
+            verdict = _verdict(channel, digest, end)
+        except BaseException as error:
+            _withdraw(channel, error)
+            raise
+        if isinstance(verdict, bool):
+            # Every process has come to this call, so none still reads messages of earlier ones.
+            for old in _channels[:-1] if jax.process_index() == 0 else ():
+                old.delete()
+            _channels[:] = [channel]
+        elif jax.process_index() in verdict:
+            missed += 1
+            continue
+        return channel, verdict, missed
 
 
 def agree(
@@ -193,16 +175,8 @@ def agree(
     """Make sure that all processes make this call with the same leaves.
 
     Once a process times out, late processes join the next call instead: after an error on every process the job is
-    in step again.
-
-    Args:
-        what: The function called.
-        leaves: This process's description of each leaf.
-        note: Other arguments that must be the same, as text.
-        local_arrays: Whether leaves may be arrays of each process's own.
-
-    Returns:
-        Indices of leaves that are an array of each process's own (fully local on every process).
+    in step again. ``note`` has the other arguments that must be the same, as text.
+    Returns the indices of leaves that are an array of each process's own, which ``local_arrays`` allows.
 
     Raises:
         OutOfStepError: A process does not make the call in time, or makes another one; names the first difference.
@@ -213,43 +187,39 @@ def agree(
     if EXCHANGE_FAILURE:
         raise later_exchange_error(what)
     call = f"{what}({note})" if note else what
-    digest = hashlib.sha256(_encode(call, [dataclasses.replace(leaf, local=False) for leaf in leaves])).digest()
+    digest = hashlib.sha256(ascii((call, *leaves)).encode()).digest()
     if compat.coordination_client() is None:
         _agree_by_devices(what, digest)
         return frozenset()
-    channel, verdict, missed = _calls.agree(what, digest)
+    channel, verdict, missed = _meet(what, digest)
     if verdict is True:
         return frozenset()
     if verdict:
         raise _absent(what, verdict, missed)
     # Other processes may get all texts and continue, even if this process does not.
     with guard_exchange():
-        end = time.monotonic() + _limit.seconds + GRACE_S
-        texts = channel.all_gather("text", zlib.compress(_encode(call, leaves)), range(jax.process_count()), end)
+        end = time.monotonic() + _limit.get() + GRACE_S
+        text = zlib.compress(json.dumps([call, *map(dataclasses.astuple, leaves)]).encode())
+        texts = channel.all_gather("text", text, range(jax.process_count()), end)
         if gone := [p for p, text in enumerate(texts) if text is None]:
             raise _absent(what, gone, missed)
     calls = [json.loads(zlib.decompress(text)) for text in texts if text is not None]
     return frozenset(_compare(what, calls, local_arrays))
 
 
-def _encode(call: str, leaves: Sequence[LeafDescription]) -> bytes:
-    return json.dumps([call, [dataclasses.astuple(leaf) for leaf in leaves]]).encode()
-
-
 def _absent(what: str, processes: Sequence[int], missed: int) -> OutOfStepError:
     who = f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"
     calls = "one earlier call" if missed == 1 else f"{missed} earlier calls"
     return OutOfStepError(
-        f"{what}: {who} did not make this call within {_limit.seconds:g} s",
+        f"{what}: {who} did not make this call within {_limit.get():g} s",
         [f"this process had not made {calls} that the others had stopped waiting for"] if missed else [],
         fix="make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
     )
 
 
 def _agree_by_devices(what: str, digest: bytes) -> None:
-    mine = np.frombuffer(digest, np.uint8)
     with compat.no_context_mesh():
-        everyone = multihost_utils.process_allgather(mine)
+        everyone = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
     if not np.all(everyone == everyone[0]):
         raise OutOfStepError(
             f"{what}: the processes make different calls",
@@ -259,24 +229,26 @@ def _agree_by_devices(what: str, digest: bytes) -> None:
 
 def _compare(what: str, calls: Sequence[Any], local_arrays: bool) -> list[int]:
     """Indices of the leaves that are an array of each process's own; raises for any other difference."""
-    for p, (name, _) in enumerate(calls):
-        if name != calls[0][0]:
-            raise _out_of_step(what, p, f" calls {calls[0][0]}", f" calls {name}")
     local: dict[int, str] = {}
     values: list[str] = []
-    everyone = [[LeafDescription(*fields) for fields in leaves] for _, leaves in calls]
-    for i, found in enumerate(itertools.zip_longest(*everyone)):
-        p = next((p for p, leaf in enumerate(found) if leaf != found[0]), 0)
+    everyone = [[f" calls {call}", *(LeafDescription(*fields) for fields in leaves)] for call, *leaves in calls]
+    for n, found in enumerate(itertools.zip_longest(*everyone, fillvalue=": no more leaves")):
+        p = next((p for p, x in enumerate(found) if x != found[0]), 0)
         if p == 0:
             continue
+        leaves = [x for x in found if isinstance(x, LeafDescription)]
         # Leaves of one path, type and target may differ in their sources.
-        alike = len({leaf and (leaf.path, leaf.aval, leaf.target) for leaf in found}) == 1
-        if alike and all(leaf.host for leaf in found):
-            values.append(f"{at(found[0].path)}: process {p} has another value than process 0")
-        elif alike and all(leaf.local for leaf in found):
-            local[i] = at(found[0].path)
+        alike = len(leaves) == len(found) and len({(x.path, x.aval, x.target) for x in leaves}) == 1
+        if alike and all(x.host for x in leaves):
+            values.append(f"{at(leaves[0].path)}: process {p} has another value than process 0")
+        elif alike and all(x.local for x in leaves):
+            local[n - 1] = at(leaves[0].path)
         else:
-            raise _out_of_step(what, p, *(f": {leaf or 'no more leaves'}" for leaf in (found[0], found[p])))
+            raise OutOfStepError(
+                f"{what}: the processes make different calls; the first difference is",
+                [f"process 0{found[0]}", f"process {p}{found[p]}"],
+                fix="call with the same tree, mapping and mesh, in the same order, on every process",
+            )
     _refuse_leaves(what, values, [] if local_arrays else list(local.values()))
     return list(local)
 
@@ -299,30 +271,27 @@ def _refuse_leaves(what: str, values: Sequence[str], local: Sequence[str]) -> No
         )
 
 
-def _out_of_step(what: str, process: int, first: str, other: str) -> OutOfStepError:
-    return OutOfStepError(
-        f"{what}: the processes make different calls; the first difference is",
-        [f"process 0{first}", f"process {process}{other}"],
-        fix="call with the same tree, mapping and mesh, in the same order, on every process",
-    )
-
-
 @contextlib.contextmanager
 def agreed_rounds(agreement: Callable[[], T]) -> Generator[tuple[Rounds, T]]:
     """Run ``agreement``, in which all processes `agree` on a call; yields rounds of that call and what it returned.
 
     An exception in it or in the context is published, since the others may have agreed and wait for this process.
     """
-    before, rounds = _calls.count, None
+    before, rounds = _channels[-1:], None
     try:
         found = agreement()
-        rounds = Rounds(f"{_calls.scope}/rounds")
+        rounds = _rounds()
         yield rounds, found
     except BaseException as error:
-        if rounds is None and _calls.count > before:
-            rounds = Rounds(f"{_calls.scope}/rounds")
+        if rounds is None and _channels[-1:] != before:
+            rounds = _rounds()
         if rounds is not None and rounds.count > 1:
             if rounds.exchanging:
                 publish_exchange_failure(error)
             rounds.publish_failure(error)
         raise
+
+
+def _rounds() -> Rounds:
+    """Rounds of the last call; a single process needs none."""
+    return Rounds(f"{_channels[-1].scope}/rounds" if _channels else "rounds")

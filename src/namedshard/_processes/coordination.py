@@ -45,8 +45,7 @@ class ProcessFailed(Exception):
 
     def __init__(self, process: int, reason: str):
         super().__init__(f"process {process}: {reason}")
-        self.process = process
-        self.reason = reason
+        self.process, self.reason = process, reason
 
 
 def first_line(error: BaseException) -> str:
@@ -68,13 +67,12 @@ def processes() -> tuple[int, int]:
 class Channel:
     """Messages that belong together, such as those of one call. The first message under a name is final.
 
-    Args:
-        scope: The prefix of the messages' keys.
-        what: The function called, for the error after an earlier exchange of arrays failed. Empty for messages that
-            are part of an exchange.
+    ``what`` is the function called, for the error after an earlier exchange of arrays failed; empty for messages that
+    are part of an exchange.
     """
 
     def __init__(self, scope: str, what: str = ""):
+        self.scope = scope
         self._client = compat.coordination_client()
         self._prefix = f"namedshard/{scope}/"
         self._what = what
@@ -132,7 +130,7 @@ class Channel:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.publish(f"failed/{jax.process_index()}", first_line(error).encode())
 
-    def failure(self, process: int) -> str:
+    def failure(self, process: int | str) -> str:
         """Why a process failed; empty if it did not."""
         return self.published("failed").get(str(process), b"").decode()
 
@@ -170,7 +168,8 @@ def exchange_failure() -> str:
     if not EXCHANGE_FAILURE and compat.coordination_client() is not None:
         # The service may be what died: JAX ends the job.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            EXCHANGE_FAILURE.extend(reason.decode() for reason in Channel("exchange").published("failed").values())
+            if reason := Channel("exchange").failure("first"):
+                EXCHANGE_FAILURE.append(reason)
     return EXCHANGE_FAILURE[0] if EXCHANGE_FAILURE else ""
 
 
@@ -201,10 +200,7 @@ def guard_exchange(shared: bool = True) -> Generator[None]:
 def run_watched(call: Callable[[], T]) -> T:
     """Run a call that waits for other processes, until it returns or an exchange of arrays fails on any of them.
 
-    A process that fails stays connected, so the call alone would not notice.
-
-    Raises:
-        ExchangeError: The call failed here, or an exchange failed on another process.
+    A process that fails stays connected, so the call alone would not notice. Every failure is an `ExchangeError`.
     """
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -216,12 +212,10 @@ def run_watched(call: Callable[[], T]) -> T:
 
     # A daemon, unlike an executor's thread: the job can end while the call still waits.
     threading.Thread(target=run, daemon=True).start()
-    while not outcome.done():
-        concurrent.futures.wait([outcome], POLL_S)
-        if not outcome.done() and exchange_failure():
+    while not concurrent.futures.wait([outcome], POLL_S).done:
+        if exchange_failure():
             raise exchange_error()
-    error = outcome.exception()
-    if error is not None:
+    if (error := outcome.exception()) is not None:
         # The connection may have been lost because another process failed.
         publish_exchange_failure(error)
         raise exchange_error() from error
@@ -232,9 +226,6 @@ def wait_for_processes(devices: Sequence[Device]) -> None:
     """Wait until all processes that own these devices call this, before their first exchange of arrays.
 
     In that they connect, which times out after 30 s, but one of them may still be writing to a slow disk.
-
-    Raises:
-        ExchangeError: An exchange failed on any process.
     """
     group = tuple(devices)
     if compat.coordination_client() is None or group in _connected:
@@ -261,15 +252,9 @@ def later_exchange_error(what: str) -> ExchangeError:
 
 
 def refuse_compiled(what: str, arrays: Iterable[Any], mesh: MeshLike | None) -> None:
-    """Raise for a program of several processes: it could receive what the exchange that failed has sent.
-
-    Raises:
-        ExchangeError: An exchange failed, and the arrays or the mesh span processes.
-    """
-    if not EXCHANGE_FAILURE:
-        return
-    spans = isinstance(mesh, Mesh) and mesh.is_multi_process
-    if spans or any(
-        isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable for x in arrays
+    """Raise for a program of several processes: it could receive what the exchange that failed has sent."""
+    if EXCHANGE_FAILURE and (
+        (isinstance(mesh, Mesh) and mesh.is_multi_process)
+        or any(isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable for x in arrays)
     ):
         raise later_exchange_error(what)
