@@ -168,7 +168,7 @@ def load_with(opener: Opener, path: str | os.PathLike[str], like: PyTree, option
     return jax.tree_util.tree_unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def load_safetensors(
+def load_safetensors(  # noqa: PLR0913 - options of the public call; one object inside
     path: str | os.PathLike[str],
     like: PyTree,
     *,

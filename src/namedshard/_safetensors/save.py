@@ -55,7 +55,7 @@ def _where(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     return where, None
 
 
-def save_safetensors(
+def save_safetensors(  # noqa: PLR0913 - options of the public call
     tree: PyTree,
     path: str | os.PathLike[str],
     *,
