@@ -218,19 +218,28 @@ def _held() -> int:
     return sum(x.nbytes for x in jax.live_arrays())
 
 
-@pytest.mark.parametrize("how", ["closure", "argument", "partial"])
+@pytest.mark.parametrize("how", ["closure", "argument", "partial", "jit", "jit in jit", "scan"])
 def test_what_a_function_closes_over_goes_with_it(how: str) -> None:
     def call() -> None:
         table = jnp.ones((256, 256))
 
+        def added(x: Any) -> Any:
+            return x + table[:8, :8]
+
         def fn(key: Any) -> Any:
-            return jr.normal(key, (8, 8)), hax.named(table * 2.0, ("embed", "mlp"))
+            x = jr.normal(key, (8, 8))
+            if how == "scan":
+                x = jax.lax.scan(lambda c, _: (added(c), None), x, length=2)[0]
+            elif "jit" in how:
+                inner = jax.jit(added)
+                x = (jax.jit(lambda y: inner(y) * 2) if how == "jit in jit" else inner)(x)
+            return x, hax.named(table * 2.0, ("embed", "mlp"))
 
         def apply(key: Any, fn: Any) -> Any:
             return fn(key)
 
         key = jr.PRNGKey(0)
-        if how == "closure":
+        if how not in ("argument", "partial"):
             ns.init(fn, key, mapping=MAPPING, mesh=M42)
         elif how == "argument":
             ns.init(apply, key, fn, mapping=MAPPING, mesh=M42)

@@ -122,7 +122,7 @@ def _without_shardings(value: Any) -> Any:
         return {k: None if k in ("out_sharding", "sharding") else _without_shardings(v) for k, v in value.items()}
     if isinstance(value, tuple | list) and any(True for _ in compat.inner_jaxprs(value)):
         return type(value)(map(_without_shardings, value))
-    if not isinstance(value, compat.ClosedJaxpr) or not placed_by(value.jaxpr):
+    if not isinstance(value, compat.ClosedJaxpr) or placed_by(value.jaxpr) <= {"arrays"}:
         return value
     graph = flatten(value)
 

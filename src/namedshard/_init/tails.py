@@ -32,38 +32,34 @@ SMALL_SIZE = 128
 PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast", "layout_constraint", "device_put"})
 """Operations that change where values are, never the values: where results go is decided by the plan alone."""
 
-_MOVING = frozenset(
-    """
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MOVING = _names("""
     broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice dynamic_update_slice concatenate pad
     gather unstack split copy copy_p select_n iota stop_gradient convert_element_type bitcast_convert_type
-    """.split()  # noqa: SIM905
-)
-APPROXIMATED = frozenset(
-    """
+""")
+_APPROXIMATED = _names("""
     exp exp2 expm1 log log1p tanh sinh cosh sin cos tan asin acos atan asinh acosh atanh atan2 logistic pow cbrt rsqrt
     erf erfc erf_inv lgamma digamma polygamma igamma igammac random_gamma random_gamma_grad regularized_incomplete_beta
     bessel_i0e bessel_i1e zeta
-    """.split()  # noqa: SIM905
-)
+""")
 """Functions that a compiler computes by polynomials."""
 
-_CHEAP = (
-    _MOVING
-    | APPROXIMATED
-    | frozenset(
-        """
+_CHEAP = _MOVING.union(
+    _APPROXIMATED,
+    _names("""
     abs neg sign floor ceil round is_finite sqrt square integer_pow add sub mul div rem max min nextafter clamp
     reduce_precision complex real imag conj eq ne lt le gt ge eq_to lt_to le_to add_any optimization_barrier and or xor
     not shift_left shift_right_logical shift_right_arithmetic population_count clz random_wrap random_unwrap
-    """.split()  # noqa: SIM905
-    )
+    """),
 )
-_ORDERED = _CHEAP | frozenset(
-    """
+_ORDERED = _CHEAP | _names("""
     sort top_k argmax argmin reduce_max reduce_min reduce_and reduce_or reduce_xor cummax cummin scatter while cond scan
     random_bits random_split random_fold_in random_seed threefry2x32
-    """.split()  # noqa: SIM905
-)
+""")
 """Operations whose floating results don't depend on the order in which a compiler combines elements."""
 
 
@@ -119,7 +115,8 @@ def flatten(closed: ClosedJaxpr) -> Graph:
     """The operations of a traced function.
 
     A ``jit`` with several results (a module's own, or the whole model's) is inlined, since its results have separate
-    tails; so is one that says where values are. The other calls stay one operation each.
+    tails; so is one that says where values are, or closes over arrays, which no cache may keep. Other calls stay one
+    operation each.
     """
     graph = Graph([], [], (), {}, ())
 
@@ -139,11 +136,11 @@ def flatten(closed: ClosedJaxpr) -> Graph:
         for eqn in jaxpr.eqns:
             arguments = [read(v) for v in eqn.invars]
             body = compat.called(eqn)
-            inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+            inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
             if eqn.primitive.name in PLACING:
                 results: Sequence[Ref] = arguments
-            elif inner is not None and (len(eqn.outvars) > 1 or placed_by(inner)):
-                results = inline(inner, body.consts if isinstance(body, ClosedJaxpr) else (), arguments)
+            elif inner is not None and (len(eqn.outvars) > 1 or inner_consts or placed_by(inner)):
+                results = inline(inner, inner_consts, arguments)
             else:
                 results = tuple(number(v.aval) for v in eqn.outvars)
                 graph.ops.append(Op(eqn, tuple(arguments), results))
@@ -168,7 +165,10 @@ _placed: "weakref.WeakKeyDictionary[Jaxpr, frozenset[str]]" = weakref.WeakKeyDic
 
 
 def placed_by(jaxpr: Jaxpr) -> frozenset[str]:
-    """What a jaxpr says of where its values are: their ``"sharding"``, their ``"memory"``, or nothing."""
+    """What a jaxpr says of where its values are: their ``"sharding"``, their ``"memory"``, or nothing.
+
+    Also ``"arrays"`` if a call in it closes over some.
+    """
     found = _placed.get(jaxpr)
     if found is not None:
         return found
@@ -181,6 +181,7 @@ def placed_by(jaxpr: Jaxpr) -> frozenset[str]:
             kinds.add("sharding")
         elif eqn.primitive.name in PLACING:
             kinds.add("memory")
+        kinds |= {"arrays"} if getattr(compat.called(eqn), "consts", ()) else set()
         kinds = kinds.union(*map(placed_by, compat.inner_jaxprs(eqn.params)))
     return _placed.setdefault(jaxpr, frozenset(kinds))
 
@@ -380,7 +381,7 @@ def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Seq
         tuple(inputs),
         tuple(results),
         reduces=not floating <= _ORDERED,
-        approximates=not floating.isdisjoint(APPROXIMATED),
+        approximates=not floating.isdisjoint(_APPROXIMATED),
     )
 
 
