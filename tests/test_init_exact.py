@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from support import M8, M42, MIXED42, bits, mesh
+from support import M42, MIXED42, bits, mesh
 
 import namedshard as ns
 
-MESHES = {"8": M8, "4x2": M42, "4x2 mixed": MIXED42, "2x4": mesh((2, 4), "data model")}
+MESHES = {"4x2": M42, "2x4": mesh((2, 4), "data model")}
 
 
 def _low_rank(key: Any) -> Any:
@@ -121,7 +121,6 @@ def test_the_report_says_which_programs_may_differ_in_the_last_bits() -> None:
 DRAWS: dict[str, Any] = {
     "normal": jr.normal,
     "exponential": jr.exponential,
-    "gumbel": jr.gumbel,
     "bf16": functools.partial(jr.normal, dtype=jnp.bfloat16),
     "tanh": lambda key, shape: jnp.tanh(jr.normal(key, shape)),
     "rsqrt": lambda key, shape: jax.lax.rsqrt(jr.uniform(key, shape) + 0.1) * 0.3,
@@ -131,7 +130,7 @@ DRAWS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("shape", [(24,), (64,), (24, 48), (64, 24), (16, 8), (3, 4, 5, 32), (64, 130)])
+@pytest.mark.parametrize("shape", [(24,), (64, 24), (16, 8), (3, 4, 5, 32)])
 def test_approximated_functions_are_the_same_on_every_mesh(draw: str, shape: Any) -> None:
     names = ("a", "b", "c", "d")[: len(shape)]
 
