@@ -361,4 +361,4 @@ def lower_init(
         raise NoMeshError("lower_init: an AbstractMesh has no devices to compile for", fix=fix)
     if where is not None and memory_kind is not None:
         check_memory_kind(where, memory_kind)
-    return LoweredInit(request, make_recipe(request, found, where, memory_kind))
+    return LoweredInit(request, make_recipe(request, found, where, memory_kind, in_batches=False))

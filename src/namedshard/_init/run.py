@@ -134,9 +134,14 @@ class Recipe:
 
 
 def make_recipe(
-    request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
+    request: Request,
+    mapping: AxisMapping | None,
+    mesh: MeshLike | None,
+    memory_kind: str | None,
+    *,
+    in_batches: bool = True,
 ) -> Recipe:
-    """Traces a call and splits it into programs."""
+    """Traces a call and splits it into programs; ``in_batches``: equal ones may run as one."""
     traced = trace(request, mapping, mesh, memory_kind)
     graph = flatten(traced.closed)
     refs: list[Ref | None] = [None if output.slot is None else graph.outputs[output.slot] for output in traced.outputs]
@@ -163,7 +168,7 @@ def make_recipe(
         at = tuple(placements.get(ref) if isinstance(ref, int) else None for ref in tail.inputs)
         steps.append(_step(tail, graph, keys, targets, at, on_cpu))
         placements.update(zip(results, map(_on_auto_axes, steps[-1].shardings), strict=True))
-    return Recipe(graph, traced, mesh, refs, keys, _in_batches(steps), moves, wants)
+    return Recipe(graph, traced, mesh, refs, keys, _batches_of(steps, in_batches), moves, wants)
 
 
 def _step(
@@ -195,14 +200,14 @@ def _step(
     return Step(tail, shardings, at, inexact, on_cpu and plain and fits and not alone and not effects)
 
 
-def _in_batches(steps: Sequence[Step]) -> list[Batch]:
-    """Equal steps together where they may be."""
+def _batches_of(steps: Sequence[Step], together: bool) -> list[Batch]:
+    """The steps, equal ones ``together`` where they may be."""
     with compat.no_context_mesh():
         settings = compat.trace_key()
     equal: dict[tuple[Hashable, int | None], list[Step]] = collections.defaultdict(list)
     for step in steps:
         key = step.tail.key, step.shardings, step.placements, settings
-        equal[key, None if step.repeatable else id(step)].append(step)
+        equal[key, None if together and step.repeatable else id(step)].append(step)
     batches: dict[int, Batch] = {}
     for (key, _), same in equal.items():
         size = _AT_ONCE if len(same) > _AT_ONCE // 2 else 1
