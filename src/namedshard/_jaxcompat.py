@@ -20,6 +20,7 @@ from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.interpreters import pxla as _pxla
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -300,3 +301,14 @@ def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from inner_jaxprs(item)
+
+
+@functools.lru_cache(maxsize=4096)
+def _array_type(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    return _core.update_aval_with_sharding(_core.ShapedArray(shape, dtype), sharding)
+
+
+def put_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, shards: dict[Device, np.ndarray]) -> jax.Array:
+    """An array of each device's shard; ``jax.make_array_from_callback`` takes twice as long for small ones."""
+    aval = _array_type(shape, dtype, sharding)
+    return _pxla.batched_device_put(aval, sharding, list(shards.values()), list(shards))

@@ -13,7 +13,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
 from namedshard._place.boxes import (
     aligned_empty,
-    bounds_of,
+    device_boxes,
     distinct_shards,
     local_slices,
     shape_of,
@@ -126,6 +126,7 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
 # --- between devices of this process ----------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=4096)
 def on_cpus(where: Sharding | Mesh | None) -> bool:
     """True if all devices of a sharding or mesh (None: the default device) are CPUs, whose memory numpy sees."""
     if where is None:
@@ -191,12 +192,10 @@ def from_pieces(
     with compat.no_context_mesh():
         if sharding is None:
             return jax.device_put(next(iter(pieces.values())))
-        if not sharding.addressable_devices:
-            # JAX asks for a replicated array's one piece even where no device of this process holds it.
+        held = device_boxes(shape, sharding)
+        if not held:
             return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: pieces[bounds_of(index or (), shape)], dtype=dtype
-        )
+        return compat.put_shards(shape, dtype, sharding, {d: pieces[box] for d, box in held.items()})
 
 
 def onto_devices(
@@ -206,8 +205,7 @@ def onto_devices(
     with compat.no_context_mesh():
         if sharding is None:
             return [jax.device_put(piece)]
-        indices = sharding.addressable_devices_indices_map(shape)
-        devices = [d for d, index in indices.items() if bounds_of(index or (), shape) == bounds]
+        devices = [d for d, box in device_boxes(shape, sharding).items() if box == bounds]
         places = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
         return jax.device_put([piece] * len(places), places)
 
