@@ -100,11 +100,7 @@ def parse_axes(text: str) -> AxesPattern:
 
 
 def named_tensors(tensors: Mapping[str, TensorInfo], patterns: Sequence[AxesPattern]) -> tuple[list[Leaf], list[Lint]]:
-    """A leaf for each tensor, with the names of the first pattern that matches it.
-
-    Raises:
-        UsageError: A pattern names more or fewer axes than a tensor has; lists every such tensor.
-    """
+    """A leaf for each tensor, with the names of the first pattern that matches it, and lints about the patterns."""
     leaves: list[Leaf] = []
     wrong: list[str] = []
     matched: set[str] = set()

@@ -47,10 +47,7 @@ def context_meshes() -> tuple[Mesh | None, Mesh | None]:
     """
     by_set_mesh = _mesh_module.get_concrete_mesh()
     by_with = _mesh_module.thread_resources.env.physical_mesh
-    return (
-        None if by_set_mesh.empty else by_set_mesh,
-        None if by_with.empty else by_with,
-    )
+    return None if by_set_mesh.empty else by_set_mesh, None if by_with.empty else by_with
 
 
 def abstract_context_mesh() -> AbstractMesh | None:
@@ -168,11 +165,7 @@ CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
 
 
 def placements(leaves: Sequence[Any]) -> tuple[list[Any], list[Any], list[bool]]:
-    """The avals, shardings and committedness of arrays, without the detour of the public properties.
-
-    Raises:
-        AttributeError: One of them is a tracer, or no array.
-    """
+    """The avals, shardings and committedness of arrays, faster than public properties; `AttributeError` for others."""
     return [x.aval for x in leaves], [x._sharding for x in leaves], [x._committed for x in leaves]
 
 
@@ -227,12 +220,7 @@ def as_weak(x: Any) -> Any:
 def run_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """The outputs of one equation of a jaxpr on given inputs, as a custom interpreter runs it.
 
-    It runs under the options that it was traced under, but with the mesh now in context.
-
-    Args:
-        eqn: The equation.
-        values: Its inputs.
-        params: Other parameters than the equation's own.
+    It runs under the options that it was traced under, but with the mesh now in context; ``params`` replace its own.
     """
     mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):

@@ -21,7 +21,7 @@ from namedshard._errors import MAX_LISTED, at, count_of, human_bytes
 from namedshard._explain.table import Column, fit, header, prose, row_lines, total
 from namedshard._plan.mapping import First, axis_names
 from namedshard._plan.mesh import MeshLike, describe
-from namedshard._plan.plan import AxisChoice, LeafPlan, Plan, reason_text
+from namedshard._plan.plan import AxisChoice, LeafPlan, Plan, lost_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,11 +230,7 @@ def why_text(choice: AxisChoice, choices: Sequence[AxisChoice], mesh: MeshLike, 
     if not choice.lost:
         return ""
     holders = {name: c.axis for c in choices if c is not choice for name in axis_names(c.won)}
-    free = [[name for name in axis_names(candidate) if name not in manual] for candidate, _ in choice.lost]
-    lost = "; ".join(
-        f"{candidate!r} is {reason_text(choice.size, names, why, mesh.shape, holders)}"
-        for (candidate, why), names in zip(choice.lost, free, strict=True)
-    )
+    lost = lost_text(choice.size, choice.lost, mesh, manual, holders)
     if not isinstance(choice.rule, First):
         return f"{choice.axis} is left whole: {lost}"
     outcome = "is left whole" if choice.won is None else f"→ {choice.won!r}"

@@ -25,11 +25,7 @@ _UNITS = {**_BINARY, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from a number or a text like ``"1GiB"``, ``"500 MB"``.
-
-    Raises:
-        ValueError: It is neither, or not positive.
-    """
+    """Bytes from a number or a text like ``"1GiB"``, ``"500 MB"``; raises `ValueError` for others."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:

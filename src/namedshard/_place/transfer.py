@@ -162,16 +162,9 @@ def exchange(
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
 
-    To be called within `guard_exchange`, with all that leads to it after the processes have agreed to the call.
-
-    Args:
-        arrays: Global arrays (no typed keys).
-        targets: For each, which devices want which box.
-        buffers: For each array, memory to fill for each target box of this process.
-        budget: Bytes that a process may use for sending and receiving at a time.
-
-    Raises:
-        ExchangeError: Another process died, or the network did.
+    To be called within `guard_exchange`, with all that leads to it after the processes have agreed to the call. The
+    arrays are no typed keys; ``buffers`` hold memory for each target box of this process; ``budget`` is the bytes that
+    a process may use for sending and receiving at a time.
     """
     changes = [
         (ex.layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)

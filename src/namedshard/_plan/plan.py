@@ -6,7 +6,7 @@ other decides a sharding.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,14 +169,19 @@ def _remainder_text(size: int, pieces: int) -> str:
     return f"{size} = {pieces}*{size // pieces} + {size % pieces}"
 
 
-def reason_text(
-    size: int, candidate: Sequence[str], reason: str, sizes: Mapping[str, int], holders: Mapping[str, str]
+def lost_text(
+    size: int, lost: Iterable[tuple[MeshAxes, str]], mesh: MeshLike, manual: frozenset[str], holders: Mapping[str, str]
 ) -> str:
-    """Why a candidate (less Manual axes) lost; ``holders`` are the axes that hold mesh axes."""
-    if reason == BUSY:
-        return f"busy (axis {next(holders[n] for n in candidate if n in holders)} has it)"
-    pieces = math.prod(sizes[n] for n in candidate) if reason == INDIVISIBLE else 1
-    return f"indivisible ({_remainder_text(size, pieces)})" if reason == INDIVISIBLE else reason
+    """Why each candidate lost, with the arithmetic; ``holders`` are the axes that hold mesh axes."""
+    texts: list[str] = []
+    for candidate, reason in lost:
+        names = [n for n in axis_names(candidate) if n not in manual]
+        if reason == BUSY:
+            reason = f"busy (axis {next(holders[n] for n in names if n in holders)} has it)"
+        elif reason == INDIVISIBLE:
+            reason = f"indivisible ({_remainder_text(size, math.prod(mesh.shape[n] for n in names))})"
+        texts.append(f"{candidate!r} is {reason}")
+    return "; ".join(texts)
 
 
 def absent_text(axis: str, names: Sequence[str], mesh: MeshLike) -> str:
@@ -244,8 +249,7 @@ class _Chooser:
         self, axis: str, size: int, rule: Rule, lost: list[tuple[MeshAxes, str]]
     ) -> tuple[type[PlanError], str]:
         if isinstance(rule, First):
-            why = (reason_text(size, self.view.free(c), r, self.view.sizes, self.taken) for c, r in lost)
-            tried = "; ".join(f"{c!r} is {text}" for (c, _), text in zip(lost, why, strict=True))
+            tried = lost_text(size, lost, self.view.mesh, self.view.manual, self.taken)
             return NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}"
         names = self.view.free(rule)
         reason = lost[0][1]

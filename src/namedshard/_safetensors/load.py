@@ -20,15 +20,7 @@ from namedshard._safetensors.progress import Progress, reporting
 from namedshard._safetensors.ranges import ReadSettings, coalesce, plan_chunks
 from namedshard._safetensors.reader import Job, Read, ShardBuffer, execute_reads, limit_buffers
 from namedshard._safetensors.source import Opener, OpenFiles, open_source
-from namedshard._safetensors.targets import (
-    DTypes,
-    LoadOptions,
-    Missing,
-    Narrow,
-    Target,
-    Unexpected,
-    resolve_targets,
-)
+from namedshard._safetensors.targets import DTypes, LoadOptions, Missing, Narrow, Target, Unexpected, resolve_targets
 from namedshard._types import Bounds
 
 
@@ -237,16 +229,6 @@ def load_safetensors(
         (31.0, ('model', None))
     """
     options = LoadOptions(
-        mapping=mapping,
-        mesh=mesh,
-        names=names,
-        dtype=dtype,
-        memory_kind=memory_kind,
-        indivisible=indivisible,
-        missing=missing,
-        unexpected=unexpected,
-        narrow=narrow,
-        budget=budget,
-        progress=progress,
+        mapping, mesh, names, dtype, memory_kind, indivisible, missing, unexpected, narrow, budget, progress
     )
     return load_with(open_source, path, like, options)

@@ -26,8 +26,8 @@ from namedshard._place.boxes import volume
 from namedshard._place.shard import check_memory_kind, check_memory_of
 from namedshard._plan.best_effort import best_effort_spec
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
-from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
-from namedshard._plan.mesh import MeshLike, describe, resolve_mesh
+from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping
+from namedshard._plan.mesh import MeshLike, describe, require_mesh, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
 from namedshard._safetensors.header import CODES, PACKED_BITS, TensorInfo
 from namedshard._safetensors.layout import Part, boxes_in
@@ -42,9 +42,9 @@ DTypes: TypeAlias = Any
 """A dtype, leaf path → dtype, or a function of leaf path and the file's dtype."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The keyword arguments of `load_safetensors`, which documents them."""
+    """The keyword arguments of `load_safetensors`, which documents them, in the same order."""
 
     mapping: MappingLike | None = None
     mesh: MeshLike | None = None
@@ -112,12 +112,7 @@ def _resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: Load
 
 
 def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | None:
-    mesh = resolve_mesh(given)
-    if mesh is None and needed:
-        raise NoMeshError(
-            "load_safetensors: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
-            fix="pass mesh=, or enter jax.set_mesh",
-        )
+    mesh = require_mesh(given, "load_safetensors") if needed else resolve_mesh(given)
     if isinstance(mesh, AbstractMesh):
         raise NoMeshError(
             f"load_safetensors: the mesh ({describe(mesh)}) is abstract and has no devices",

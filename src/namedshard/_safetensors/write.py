@@ -197,11 +197,8 @@ def _as_stored(tensor: Outgoing, data: np.ndarray) -> np.ndarray:
 class FileWriter:
     """Writes files together with the other processes.
 
-    Attributes:
-        budget: Bytes of host memory for what is gathered and converted.
-        shared: Ids of the values that it takes all processes to get at.
-        failures: What goes wrong here, which ends the writing, but not this process's part in exchanges of arrays.
-        partials: The files written so far.
+    ``shared`` are the ids of the values that it takes all processes to get at. A failure here ends the writing, but not
+    this process's part in exchanges of arrays.
     """
 
     directory: str
