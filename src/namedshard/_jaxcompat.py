@@ -4,8 +4,8 @@ Each name here is used for a reason that no public function serves; ``tests/test
 """
 
 import contextlib
+import contextvars
 import functools
-import threading
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -104,8 +104,7 @@ def twin(mesh: _MeshT, axis_type: AxisType) -> _MeshT:
 
 def memory_kind_of_traced(x: Any) -> str:
     """``"pinned_host"`` for a traced array that lives in host memory, else ``"device"``: tracers have no sharding."""
-    space = getattr(jax.typeof(x), "memory_space", None)
-    return "pinned_host" if space == jax.memory.Space.Host else "device"
+    return "pinned_host" if space_of_type(jax.typeof(x)) == jax.memory.Space.Host else "device"
 
 
 def is_key_array(x: Any) -> bool:
@@ -124,16 +123,12 @@ def user_source(eqn: Any) -> str:
     return "unknown source" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
-class _Compiles(threading.local):
-    counters: tuple[list[int], ...] = ()
-
-
-_compiles = _Compiles()
+_compiles: contextvars.ContextVar[tuple[list[int], ...]] = contextvars.ContextVar("compiles", default=())
 
 
 def _on_compile(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _dispatch.BACKEND_COMPILE_EVENT:
-        for counter in _compiles.counters:
+        for counter in _compiles.get():
             counter[0] += 1
 
 
@@ -144,11 +139,11 @@ jax.monitoring.register_event_duration_secs_listener(_on_compile)
 def count_compiles() -> Generator[list[int], None, None]:
     """A list with the number of executables that this thread makes in the block."""
     counter = [0]
-    _compiles.counters = (*_compiles.counters, counter)
+    token = _compiles.set((*_compiles.get(), counter))
     try:
         yield counter
     finally:
-        _compiles.counters = _compiles.counters[:-1]
+        _compiles.reset(token)
 
 
 def trace_key() -> Hashable:

@@ -116,17 +116,13 @@ class _Between:
     crossing: Mapping[tuple[Device, Device], int]
 
 
-def _padded(box: Bounds, itemsize: int) -> int:
-    return -(-volume(box) * itemsize // ALIGNMENT) * ALIGNMENT
-
-
 # A model has many arrays and few ways in which they move.
 @functools.lru_cache(maxsize=256)
 def _between(source: Layout, target: Layout, turn: int, itemsize: int, process: int) -> _Between:
     mine: list[tuple[Piece, int]] = []
     crossing: dict[tuple[Device, Device], int] = collections.defaultdict(int)
     for piece in pieces_between(source, target, turn):
-        size = _padded(piece.box, itemsize)
+        size = -(-volume(piece.box) * itemsize // ALIGNMENT) * ALIGNMENT
         if process in (piece.source.process_index, piece.target.process_index):
             mine.append((piece, size))
         if piece.crosses:

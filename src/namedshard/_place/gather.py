@@ -138,11 +138,8 @@ def to_host(tree: PyTree, *, process: int | None = None, budget: int | str = "1G
     size = parse_bytes(budget)
     leaves = named_leaves(tree)
     _check("to_host", leaves, process)
-    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf.value, jax.Array)]
-    values: list[Any] = [leaf.value for leaf in leaves]
-    gathered = _gather([leaves[i] for i in arrays], process, size, "to_host")
-    for i, value in zip(arrays, gathered, strict=True):
-        values[i] = value
+    gathered = iter(_gather([leaf for leaf in leaves if isinstance(leaf.value, jax.Array)], process, size, "to_host"))
+    values = [next(gathered) if isinstance(leaf.value, jax.Array) else leaf.value for leaf in leaves]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), values)
 
 

@@ -163,13 +163,17 @@ def _in_this_memory(move: Move) -> bool:
 
 
 def from_pieces(
-    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, np.ndarray]
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, Any]
 ) -> jax.Array:
     """An array of pieces that are given up for it; those made by `boxes.aligned_empty` are taken over by CPU devices.
 
-    ``sharding`` None is the default device, uncommitted, with one piece.
+    The pieces are host arrays or lists that `onto_devices` made. ``sharding`` None is the default device, uncommitted,
+    with one piece.
     """
     with compat.no_context_mesh():
+        if on_devices := [x for piece in pieces.values() if isinstance(piece, list) for x in piece]:
+            found: list[jax.Array] = on_devices
+            return found[0] if sharding is None else jax.make_array_from_single_device_arrays(shape, sharding, found)
         if sharding is None:
             return jax.device_put(next(iter(pieces.values())))
         held = boxes.device_boxes(shape, sharding)
@@ -188,13 +192,6 @@ def onto_devices(
         devices = [d for d, box in boxes.device_boxes(shape, sharding).items() if box == bounds]
         places = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
         return jax.device_put([piece] * len(places), places)
-
-
-def from_device_pieces(shape: tuple[int, ...], sharding: Sharding | None, arrays: Sequence[jax.Array]) -> jax.Array:
-    """An array of the pieces that `onto_devices` made."""
-    if sharding is None:
-        return arrays[0]
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays))
 
 
 def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:

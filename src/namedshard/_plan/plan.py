@@ -13,19 +13,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from namedshard._errors import (
-    IndivisibleAxisError,
-    MeshAxisConflictError,
-    MeshAxisNotFoundError,
-    NoCandidateError,
-    NoMappingError,
-    PlanError,
-    at,
-    count_of,
-    did_you_mean,
-    message,
-    warn_once,
-)
+from namedshard import _errors as errors
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
 from namedshard._plan.mapping import (
     AxisMapping,
@@ -134,14 +122,14 @@ class Plan:
         for leaf in self.leaves:
             if leaf.path == path:
                 return leaf
-        raise KeyError(f"no leaf {path!r}{did_you_mean(path, [leaf.path for leaf in self.leaves])}")
+        raise KeyError(f"no leaf {path!r}{errors.did_you_mean(path, [leaf.path for leaf in self.leaves])}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """One axis of one leaf that its mapping's rule cannot be applied to."""
 
-    kind: type[PlanError]
+    kind: type[errors.PlanError]
     path: str
     text: str
     axis: str
@@ -187,7 +175,7 @@ def lost_text(
 def absent_text(axis: str, names: Sequence[str], mesh: MeshLike) -> str:
     """What is wrong with an axis that is mapped to mesh axes of which the mesh lacks some."""
     gone = [n for n in names if n not in mesh.shape]
-    hint = "".join(did_you_mean(n, list(mesh.shape)) for n in gone)
+    hint = "".join(errors.did_you_mean(n, list(mesh.shape)) for n in gone)
     return f"axis {axis} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(mesh)}{hint}"
 
 
@@ -247,18 +235,21 @@ class _Chooser:
 
     def _problem(
         self, axis: str, size: int, rule: Rule, lost: list[tuple[MeshAxes, str]]
-    ) -> tuple[type[PlanError], str]:
+    ) -> tuple[type[errors.PlanError], str]:
         if isinstance(rule, First):
             tried = lost_text(size, lost, self.view.mesh, self.view.manual, self.taken)
-            return NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}"
+            return errors.NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}"
         names = self.view.free(rule)
         reason = lost[0][1]
         if reason == ABSENT:
-            return MeshAxisNotFoundError, absent_text(f"{axis}={size}", names, self.view.mesh)
+            return errors.MeshAxisNotFoundError, absent_text(f"{axis}={size}", names, self.view.mesh)
         if reason == BUSY:
             held = next(n for n in names if n in self.taken)
-            return MeshAxisConflictError, f"axes {self.taken[held]} and {axis} are both mapped to mesh axis {held!r}"
-        return IndivisibleAxisError, _indivisible_text(axis, size, names, self.view)
+            return (
+                errors.MeshAxisConflictError,
+                f"axes {self.taken[held]} and {axis} are both mapped to mesh axis {held!r}",
+            )
+        return errors.IndivisibleAxisError, _indivisible_text(axis, size, names, self.view)
 
 
 def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
@@ -274,12 +265,12 @@ def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
 
 
 # Of problems of several kinds, the first kind here is raised; the fix of the last depends on the axes.
-FIXES: dict[type[PlanError], str] = {
-    MeshAxisNotFoundError: "map the axis to a mesh axis that exists, or use first(..., None)",
-    MeshAxisConflictError: "map one of the two axes to None or to another mesh axis, or use first(...) to let it give"
-    " way",
-    NoCandidateError: "end the candidates with None to leave the axis unsharded when nothing fits",
-    IndivisibleAxisError: "",
+FIXES: dict[type[errors.PlanError], str] = {
+    errors.MeshAxisNotFoundError: "map the axis to a mesh axis that exists, or use first(..., None)",
+    errors.MeshAxisConflictError: "map one of the two axes to None or to another mesh axis, or use first(...)"
+    " to let it give way",
+    errors.NoCandidateError: "end the candidates with None to leave the axis unsharded when nothing fits",
+    errors.IndivisibleAxisError: "",
 }
 
 
@@ -294,8 +285,8 @@ def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manu
     """Raise the error that lists all these problems of ``total`` leaves."""
     bad = len({p.path for p in problems})
     raise next(kind for kind in FIXES if any(p.kind is kind for p in problems))(
-        f"{count_of(bad, total)} cannot be sharded by this mapping",
-        [f"{at(p.path)}: {p.text}" for p in problems],
+        f"{errors.count_of(bad, total)} cannot be sharded by this mapping",
+        [f"{errors.at(p.path)}: {p.text}" for p in problems],
         fix="\n  fix: ".join(fixes(problems, mesh, manual)),
     )
 
@@ -339,9 +330,9 @@ def plan_leaves(
     elif problems:
         raise_problems(problems, total, mesh, manual)
     if replicated and collect is None:
-        bad = count_of(len({path for path, _ in replicated}), total)
-        lines = [f"{at(path)}: {text}" for path, text in replicated]
-        warn_once(message(f'{bad} replicated along an axis (indivisible="replicate")', lines))
+        bad = errors.count_of(len({path for path, _ in replicated}), total)
+        lines = [f"{errors.at(path)}: {text}" for path, text in replicated]
+        errors.warn_once(errors.message(f'{bad} replicated along an axis (indivisible="replicate")', lines))
     return Plan(tuple(out), mapping, mesh, treedef)
 
 
@@ -360,7 +351,7 @@ def resolve(
     found = resolve_mapping(mapping)
     if found is None:
         if not any(leaf.own is not None for leaf in leaves):
-            raise NoMappingError(
+            raise errors.NoMappingError(
                 "no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping"
             )
         found = AxisMapping()

@@ -103,13 +103,6 @@ def _raise_unfit(batch: Batch) -> None:
         )
 
 
-def _assemble(target: Target, shards: Mapping[Bounds, Any]) -> jax.Array:
-    """A leaf's array from its shards of this process: host memory, or lists of arrays on devices."""
-    if any(isinstance(data, list) for data in shards.values()):
-        return local.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
-    return local.from_pieces(target.shape, target.dtype, target.sharding, shards)
-
-
 def _read_batch(
     wanted: Sequence[tuple[Target, Bounds]], files: OpenFiles, budget: int, advance: Callable[[int], None]
 ) -> Batch:
@@ -127,7 +120,7 @@ def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Pr
     staged = not all(local.on_cpus(t.sharding) for t in targets)
     needed = {t.index: _local_bounds(t) for t in targets}
     # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
-    arrays = {t.index: _assemble(t, {}) for t in targets if not needed[t.index]}
+    arrays = {t.index: local.from_pieces(t.shape, t.dtype, t.sharding, {}) for t in targets if not needed[t.index]}
     shards: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
     total = sum(origin.nbytes_in(bounds) for t in targets for bounds in needed[t.index] for origin in t.origins)
     # While one batch is on its way to the devices, the next is read.
@@ -142,7 +135,8 @@ def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Pr
                     placed += data
                 shards[target.index][shard.bounds] = data
                 if len(shards[target.index]) == len(needed[target.index]):
-                    arrays[target.index] = _assemble(target, shards.pop(target.index))
+                    found = shards.pop(target.index)
+                    arrays[target.index] = local.from_pieces(target.shape, target.dtype, target.sharding, found)
             jax.block_until_ready(in_flight)
             in_flight = placed
     jax.block_until_ready(in_flight)

@@ -16,14 +16,7 @@ import numpy as np
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError
 from namedshard._place import boxes, exchange, local
 from namedshard._place import transfer as collective
-from namedshard._processes.coordination import (
-    ProcessFailed,
-    Rounds,
-    exchange_error,
-    exchange_failure,
-    first_line,
-    guard_exchange,
-)
+from namedshard._processes import coordination
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
 from namedshard._safetensors.layout import Part, boxes_in, leaf_bounds, leaf_view
@@ -41,7 +34,7 @@ class Failures:
         placed: Whether the new checkpoint is in place; None before a round fails, and if it isn't known then.
     """
 
-    def __init__(self, rounds: Rounds, what: str) -> None:
+    def __init__(self, rounds: coordination.Rounds, what: str) -> None:
         self.rounds = rounds
         self.broken = False
         self.placed: bool | None = None
@@ -82,12 +75,12 @@ class Failures:
             if not failed:
                 return found
             self.placed = found[0].get("placed", False)
-        except (ProcessFailed, ExchangeError) as error:
+        except (coordination.ProcessFailed, ExchangeError) as error:
             self.placed = None if "placed" in message else False
-            if self._first is None and exchange_failure():
+            if self._first is None and coordination.exchange_failure():
                 headline = f"{self._what} is not saved: an exchange of arrays between processes broke off"
-                raise exchange_error(headline + self._before()) from error
-            failed = [(error.process, {"error": error.reason})] if isinstance(error, ProcessFailed) else []
+                raise coordination.exchange_error(headline + self._before()) from error
+            failed = [(error.process, {"error": error.reason})] if isinstance(error, coordination.ProcessFailed) else []
         # Every process raises now, so none starts an exchange.
         self.rounds.exchanging = False
         if self._first is None:
@@ -104,7 +97,7 @@ class Failures:
             return {"error": str(getattr(self._first, "strerror", None) or self._first), "of_writing": True}
         # A plain one is about all processes alike.
         whole = {"text": str(self._first)} if type(self._first) is CheckpointError else {}
-        return {"error": first_line(self._first)} | whole
+        return {"error": coordination.first_line(self._first)} | whole
 
     def _error(self, process: int, report: Mapping[str, Any]) -> CheckpointError:
         """The error for the failure of a process."""
@@ -222,7 +215,7 @@ class FileWriter:
                 partial.write(0, memoryview(head))
         together = self.exchanged(file)
         # The others wait in an exchange for one that does not come to it.
-        with self.failures.caught(exchange=together), guard_exchange(together):
+        with self.failures.caught(exchange=together), coordination.guard_exchange(together):
             self._write_tensors(file, partial, len(head))
         if partial is not None and not self.failures:
             with self.failures.caught(of_writing=True):
