@@ -41,8 +41,7 @@ def _check(what: str, leaves: Sequence[Leaf], process: int | None) -> None:
     if process is not None and not 0 <= process < count:
         raise ValueError(f"{what}: there is no process {process}; this job has {count}")
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
-    traced = [leaf.path for leaf in arrays if isinstance(leaf.value, Tracer)]
-    if traced:
+    if traced := [leaf.path for leaf in arrays if isinstance(leaf.value, Tracer)]:
         raise TracedMoveError(
             f"{what}: {count_of(len(traced), len(arrays))} traced, so there are no values to bring to the host",
             traced,

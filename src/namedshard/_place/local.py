@@ -58,9 +58,6 @@ def _move(work: Sequence[Move]) -> None:
         _put(rest, [_device_sharding(m.want) for m in rest], [_to_device_memory(m.value) for m in rest])
 
 
-# --- from the host ----------------------------------------------------------------------------------------------------
-
-
 def _largest(value: Any) -> float:
     """The largest finite magnitude among floats, or among the parts of complex numbers."""
     parts = [np.abs(p) for p in ((value.real, value.imag) if value.dtype.kind == "c" else (value,))]
@@ -116,9 +113,6 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
         return x
     have, wanted = (s.devices_indices_map(x.shape) for s in (x.sharding, want))
     return jnp.copy(x) if any(wanted.get(d) == index for d, index in have.items()) else x
-
-
-# --- between devices of this process ----------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)

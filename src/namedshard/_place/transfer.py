@@ -236,15 +236,9 @@ def _compile_rounds(
     permuted = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec))
 
     def step(outgoing: Slots) -> Slots:
-        slots = [
-            local.from_pieces(
-                (len(devices), slot_bytes),
-                np.dtype(np.uint8),
-                sharding,
-                {((i, i + 1), (0, slot_bytes)): memory for i, memory in memories.items()},
-            )
-            for memories in outgoing
-        ]
+        shape, dtype = (len(devices), slot_bytes), np.dtype(np.uint8)
+        rows = [{((i, i + 1), (0, slot_bytes)): memory for i, memory in memories.items()} for memories in outgoing]
+        slots = [local.from_pieces(shape, dtype, sharding, pieces) for pieces in rows]
         arrived = run_watched(lambda: jax.block_until_ready(permuted(*slots)))
         return [{position[s.device]: np.asarray(s.data) for s in x.addressable_shards} for x in arrived]
 

@@ -24,13 +24,6 @@ from namedshard._safetensors.targets import DTypes, LoadOptions, Missing, Narrow
 from namedshard._types import Bounds
 
 
-def _local_bounds(target: Target) -> list[Bounds]:
-    """The distinct shards of a leaf that this process's devices need."""
-    if target.sharding is None:
-        return [boxes.whole(target.shape)]
-    return list(boxes.distinct_shards(target.shape, target.sharding))
-
-
 def _batches(
     targets: Sequence[Target], needed: Mapping[int, list[Bounds]], limit: int | None
 ) -> Iterator[list[tuple[Target, Bounds]]]:
@@ -118,7 +111,11 @@ def _read_batch(
 def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
     staged = not all(local.on_cpus(t.sharding) for t in targets)
-    needed = {t.index: _local_bounds(t) for t in targets}
+    # The distinct shards of each leaf that this process's devices need.
+    needed = {
+        t.index: [boxes.whole(t.shape)] if t.sharding is None else list(boxes.distinct_shards(t.shape, t.sharding))
+        for t in targets
+    }
     # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
     arrays = {t.index: local.from_pieces(t.shape, t.dtype, t.sharding, {}) for t in targets if not needed[t.index]}
     shards: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
