@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh
@@ -136,12 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint", metavar="CHECKPOINT", help="a safetensors file, or a folder with one or with an index"
     )
     explain.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="the mesh's axes, as in data=2,model=4")
-    explain.add_argument(
-        "--map", nargs="+", action="extend", default=[], metavar="NAME=AXIS", help="a rule of the mapping"
-    )
-    explain.add_argument(
-        "--axes", nargs="+", action="extend", default=[], metavar="PATTERN=NAME,...", help="names tensors' dimensions"
-    )
+    repeated: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    explain.add_argument("--map", **repeated, metavar="NAME=AXIS", help="a rule of the mapping")
+    explain.add_argument("--axes", **repeated, metavar="PATTERN=NAME,...", help="names tensors' dimensions")
     explain.add_argument(
         "--indivisible", choices=("error", "replicate"), default="error", help="what to do with axes that do not divide"
     )

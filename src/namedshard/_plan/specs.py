@@ -147,12 +147,11 @@ def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh:
         P('model',)
     """
     where = require_mesh(mesh)
-
-    def sharding(spec: Any) -> Any:
-        return NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec
-
-    specs = pspec_for(tree_or_axes, mapping, where)
-    return jax.tree_util.tree_map(sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree_util.tree_map(
+        lambda spec: NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec,
+        pspec_for(tree_or_axes, mapping, where),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
 
 
 def physical_axis_size(axis: AxisLike, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> int | None:
