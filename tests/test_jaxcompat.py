@@ -375,6 +375,20 @@ def test_weak_arrays_of_the_same_buffers() -> None:
     assert (weak + jnp.ones((), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("where", [M42, E42, MIXED42])
+@pytest.mark.parametrize("spec", [P("data", "model"), P(None, "data"), P()])
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_shards_put_on_devices_as_by_the_callback(where: Any, spec: P, kind: str) -> None:
+    value = counting(8, 4)
+    sharding = NamedSharding(where, spec, memory_kind=kind)
+    wanted = jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    shards = {d: value[i].copy() for d, i in sharding.addressable_devices_indices_map(value.shape).items()}
+    made = compat.put_shards(value.shape, value.dtype, sharding, shards)
+    assert made.sharding == sharding and made.committed and made.aval == wanted.aval
+    assert np.array_equal(np.asarray(made), value)
+    assert all(np.array_equal(np.asarray(s.data), value[s.index]) for s in made.addressable_shards)
+
+
 def test_deleted_arrays_are_refused_where_they_are_said_to_be() -> None:
     assert (jax.__version_info__ < (0, 12)) == compat.CRASHES_ON_DELETED
     if not compat.CRASHES_ON_DELETED:

@@ -29,8 +29,8 @@ from namedshard._errors import PlaceError as PlaceError
 from namedshard._errors import PlanError as PlanError
 from namedshard._errors import StaticArgumentError as StaticArgumentError
 from namedshard._errors import TracedMoveError as TracedMoveError
-from namedshard._explain.explain import Explanation as Explanation
 from namedshard._explain.explain import explain as explain
+from namedshard._explain.report import Explanation as Explanation
 from namedshard._explain.report import Lint as Lint
 from namedshard._explain.report import Row as Row
 from namedshard._explain.report import Totals as Totals

@@ -1,13 +1,13 @@
 """The command line: what a plan would do with a checkpoint, from its header alone, on no device at all."""
 
 import argparse
-import dataclasses
 import fnmatch
 import io
 import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh
@@ -35,17 +35,12 @@ The exit status is 0 if every tensor can be placed, 1 if one cannot, and 2 for a
 """
 
 
+AxesPattern: TypeAlias = tuple[str, re.Pattern[str], tuple[str, ...]]
+"""One ``--axes``: the pattern as written, compiled, and the names of the dimensions."""
+
+
 class UsageError(Exception):
     """An argument that cannot be understood."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AxesPattern:
-    """One ``--axes``: the pattern as written, compiled, and the names of the dimensions."""
-
-    text: str
-    compiled: re.Pattern[str]
-    names: tuple[str, ...]
 
 
 def _pair(text: str, what: str) -> tuple[str, str]:
@@ -96,33 +91,29 @@ def parse_axes(text: str) -> AxesPattern:
         compiled = re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern))
     except re.error as error:
         raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
-    return AxesPattern(pattern, compiled, names)
+    return pattern, compiled, names
 
 
 def named_tensors(tensors: Mapping[str, TensorInfo], patterns: Sequence[AxesPattern]) -> tuple[list[Leaf], list[Lint]]:
-    """A leaf for each tensor, with the names of the first pattern that matches it.
-
-    Raises:
-        UsageError: A pattern names more or fewer axes than a tensor has; lists every such tensor.
-    """
+    """A leaf for each tensor, with the names of the first pattern that matches it, and lints about the patterns."""
     leaves: list[Leaf] = []
     wrong: list[str] = []
     matched: set[str] = set()
     for name, info in tensors.items():
-        hits = [p for p in patterns if p.compiled.fullmatch(name)]
-        matched.update(p.text for p in hits)
-        names = hits[0].names if hits else None
+        hits = [(text, names) for text, compiled, names in patterns if compiled.fullmatch(name)]
+        matched.update(text for text, _ in hits)
+        names = hits[0][1] if hits else None
         if names is not None and len(names) != len(info.shape):
-            wrong.append(f"{name}: its shape is {info.shape}, but {hits[0].text!r} names ({', '.join(names)})")
+            wrong.append(f"{name}: its shape is {info.shape}, but {hits[0][0]!r} names ({', '.join(names)})")
         leaves.append(Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), names))
     if wrong:
         headline = f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names"
         fix = "name every dimension, and give the narrower pattern first: the first that matches a tensor counts"
         raise UsageError(message(headline, wrong, fix))
     lints = [
-        Lint("unmatched pattern", f"--axes pattern {p.text!r} matches no tensor{did_you_mean(p.text, list(tensors))}")
-        for p in patterns
-        if p.text not in matched
+        Lint("unmatched pattern", f"--axes pattern {text!r} matches no tensor{did_you_mean(text, list(tensors))}")
+        for text, _, _ in patterns
+        if text not in matched
     ]
     if bare := sum(leaf.names is None for leaf in leaves):
         lints.append(Lint("unnamed", f"{bare} of {len(leaves)} tensors match no --axes pattern"))
@@ -145,12 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint", metavar="CHECKPOINT", help="a safetensors file, or a folder with one or with an index"
     )
     explain.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="the mesh's axes, as in data=2,model=4")
-    explain.add_argument(
-        "--map", nargs="+", action="extend", default=[], metavar="NAME=AXIS", help="a rule of the mapping"
-    )
-    explain.add_argument(
-        "--axes", nargs="+", action="extend", default=[], metavar="PATTERN=NAME,...", help="names tensors' dimensions"
-    )
+    repeated: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    explain.add_argument("--map", **repeated, metavar="NAME=AXIS", help="a rule of the mapping")
+    explain.add_argument("--axes", **repeated, metavar="PATTERN=NAME,...", help="names tensors' dimensions")
     explain.add_argument(
         "--indivisible", choices=("error", "replicate"), default="error", help="what to do with axes that do not divide"
     )

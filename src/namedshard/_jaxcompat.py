@@ -4,8 +4,8 @@ Each name here is used for a reason that no public function serves; ``tests/test
 """
 
 import contextlib
+import contextvars
 import functools
-import threading
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.interpreters import pxla as _pxla
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -46,10 +47,7 @@ def context_meshes() -> tuple[Mesh | None, Mesh | None]:
     """
     by_set_mesh = _mesh_module.get_concrete_mesh()
     by_with = _mesh_module.thread_resources.env.physical_mesh
-    return (
-        None if by_set_mesh.empty else by_set_mesh,
-        None if by_with.empty else by_with,
-    )
+    return None if by_set_mesh.empty else by_set_mesh, None if by_with.empty else by_with
 
 
 def abstract_context_mesh() -> AbstractMesh | None:
@@ -106,8 +104,7 @@ def twin(mesh: _MeshT, axis_type: AxisType) -> _MeshT:
 
 def memory_kind_of_traced(x: Any) -> str:
     """``"pinned_host"`` for a traced array that lives in host memory, else ``"device"``: tracers have no sharding."""
-    space = getattr(jax.typeof(x), "memory_space", None)
-    return "pinned_host" if space == jax.memory.Space.Host else "device"
+    return "pinned_host" if space_of_type(jax.typeof(x)) == jax.memory.Space.Host else "device"
 
 
 def is_key_array(x: Any) -> bool:
@@ -126,16 +123,12 @@ def user_source(eqn: Any) -> str:
     return "unknown source" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
-class _Compiles(threading.local):
-    counters: tuple[list[int], ...] = ()
-
-
-_compiles = _Compiles()
+_compiles: contextvars.ContextVar[tuple[list[int], ...]] = contextvars.ContextVar("compiles", default=())
 
 
 def _on_compile(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _dispatch.BACKEND_COMPILE_EVENT:
-        for counter in _compiles.counters:
+        for counter in _compiles.get():
             counter[0] += 1
 
 
@@ -146,11 +139,11 @@ jax.monitoring.register_event_duration_secs_listener(_on_compile)
 def count_compiles() -> Generator[list[int], None, None]:
     """A list with the number of executables that this thread makes in the block."""
     counter = [0]
-    _compiles.counters = (*_compiles.counters, counter)
+    token = _compiles.set((*_compiles.get(), counter))
     try:
         yield counter
     finally:
-        _compiles.counters = _compiles.counters[:-1]
+        _compiles.reset(token)
 
 
 def trace_key() -> Hashable:
@@ -167,11 +160,7 @@ CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
 
 
 def placements(leaves: Sequence[Any]) -> tuple[list[Any], list[Any], list[bool]]:
-    """The avals, shardings and committedness of arrays, without the detour of the public properties.
-
-    Raises:
-        AttributeError: One of them is a tracer, or no array.
-    """
+    """The avals, shardings and committedness of arrays, faster than public properties; `AttributeError` for others."""
     return [x.aval for x in leaves], [x._sharding for x in leaves], [x._committed for x in leaves]
 
 
@@ -226,12 +215,7 @@ def as_weak(x: Any) -> Any:
 def run_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """The outputs of one equation of a jaxpr on given inputs, as a custom interpreter runs it.
 
-    It runs under the options that it was traced under, but with the mesh now in context.
-
-    Args:
-        eqn: The equation.
-        values: Its inputs.
-        params: Other parameters than the equation's own.
+    It runs under the options that it was traced under, but with the mesh now in context; ``params`` replace its own.
     """
     mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
@@ -300,3 +284,14 @@ def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from inner_jaxprs(item)
+
+
+@functools.lru_cache(maxsize=4096)
+def _array_type(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    return _core.update_aval_with_sharding(_core.ShapedArray(shape, dtype), sharding)
+
+
+def put_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, shards: dict[Device, np.ndarray]) -> jax.Array:
+    """An array of each device's shard; ``jax.make_array_from_callback`` takes twice as long for small ones."""
+    aval = _array_type(shape, dtype, sharding)
+    return _pxla.batched_device_put(aval, sharding, list(shards.values()), list(shards))

@@ -17,20 +17,12 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 class Device(Protocol):
     """What is used of a ``jax.Device``, which is a name of the compiled extension and no type to a static checker."""
 
-    @property
-    def id(self) -> int:
-        """Unique among all processes."""
-        ...
-
-    @property
-    def process_index(self) -> int:
-        """The process that owns it."""
-        ...
-
-    @property
-    def platform(self) -> str:
-        """``"cpu"``, ``"gpu"``, ``"tpu"``."""
-        ...
+    id: int
+    """Unique among all processes."""
+    process_index: int
+    """The process that owns it."""
+    platform: str
+    """``"cpu"``, ``"gpu"``, ``"tpu"``."""
 
     def addressable_memories(self) -> list[Any]:
         """Its memories, each with its ``kind``."""
@@ -45,10 +37,8 @@ class Device(Protocol):
 class PyTreeDef(Protocol):
     """What is used of a ``jax.tree_util.PyTreeDef``, for the same reason."""
 
-    @property
-    def num_leaves(self) -> int:
-        """Number of leaves."""
-        ...
+    num_leaves: int
+    """Number of leaves."""
 
     def unflatten(self, leaves: Any, /) -> Any:
         """The tree of this structure with these leaves."""

@@ -1,19 +1,16 @@
 """What a plan would do with a tree and why: `explain`."""
 
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
-from rich.console import Console, ConsoleOptions
-from rich.text import Text
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MAX_LISTED, did_you_mean, human_bytes
 from namedshard._explain import report
-from namedshard._explain.report import Findings, Lint, Row, Totals
+from namedshard._explain.report import Explanation, Lint, Row, Totals
 from namedshard._place.route import Placement, Route, placement_of, route_for, transient_bytes, wanted_memory_kind
 from namedshard._place.shard import check_memory_kind
 from namedshard._plan.leaves import Leaf
@@ -24,58 +21,6 @@ from namedshard._types import PyTreeDef
 
 LARGE = 16 * 2**20
 """Bytes from which a replicated leaf is worth a lint."""
-
-
-class Explanation(Findings):
-    """What a plan would do with a tree and why; made by `explain`.
-
-    ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in color.
-
-    Attributes:
-        plan: The `Plan`. Where a leaf has a problem, the axis concerned is unsharded in it.
-        rows: One `Row` per array of the tree, none collapsed.
-        lints: What is not wrong but probably not meant; a tuple of `Lint`.
-        totals: Sums over the tree, in bytes.
-    """
-
-    @property
-    def ok(self) -> bool:
-        """Whether every leaf can be placed."""
-        return not self.totals.problems
-
-    def table(self, width: int | None = None, *, all: bool = False) -> str:
-        """The table as plain text.
-
-        Args:
-            width: In terminal cells; by default the terminal's, or ``COLUMNS``, or 120 where there is neither.
-            all: Show every leaf, instead of one row for those that differ only in an index.
-        """
-        if width is None:
-            width = shutil.get_terminal_size((120, 24)).columns
-        return "\n".join(line.plain for line in report.lines(self, width, all=all))
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Everything, leaf by leaf, as JSON; sizes are in bytes."""
-        return report.to_json(self, indent)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def __repr__(self) -> str:
-        t = self.totals
-        return f"<Explanation of {t.leaves} leaves on mesh {describe(self.plan.mesh)}: {t.problems} problems>"
-
-    def _repr_html_(self) -> str:
-        return report.to_html(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        yield from self.lines(options.max_width)
-
-    def lines(self, width: int, *, all: bool = False) -> Iterator[Text]:
-        """The table as styled `rich.text.Text` lines; see `table`."""
-        for line in report.lines(self, width, all=all):
-            line.no_wrap, line.overflow = True, "ignore"
-            yield line
 
 
 def explain(

@@ -1,6 +1,6 @@
 """PURE. An explained plan as text, JSON and HTML.
 
-`Findings` holds one `Row` per array. In text, columns are left out or folded between words until the table fits the
+In text, columns are left out or folded between words until the table fits the
 width, and what needs a sentence (why a candidate lost, what is wrong) stands on a line of its own below its row.
 """
 
@@ -8,19 +8,20 @@ import dataclasses
 import html
 import itertools
 import json
-import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
+from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from namedshard._errors import MAX_LISTED, at, count_of, human_bytes
 from namedshard._explain.table import Column, fit, header, prose, row_lines, total
-from namedshard._plan.mapping import First, MeshAxes, axis_names
+from namedshard._plan.mapping import First, axis_names
 from namedshard._plan.mesh import MeshLike, describe
-from namedshard._plan.plan import BUSY, INDIVISIBLE, AxisChoice, LeafPlan, Plan, remainder_text
+from namedshard._plan.plan import AxisChoice, LeafPlan, Plan, lost_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,9 +92,20 @@ class Totals:
     problems: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Findings:
-    """All that is shown of an explained plan."""
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Explanation:
+    """What a plan would do with a tree and why; made by `explain`.
+
+    ``str()`` gives a table that fits the terminal, a notebook shows it as HTML, and ``rich.print`` in color.
+
+    Attributes:
+        plan: The `Plan`. Where a leaf has a problem, the axis concerned is unsharded in it.
+        rows: One `Row` per array of the tree, none collapsed.
+        lints: What is not wrong but probably not meant; a tuple of `Lint`.
+        totals: Sums over the tree, in bytes.
+        unmapped: Axes that no rule maps.
+        fixes: How to fix the problems, one line per kind.
+    """
 
     plan: Plan
     rows: tuple[Row, ...]
@@ -101,6 +113,83 @@ class Findings:
     totals: Totals
     unmapped: tuple[str, ...]
     fixes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every leaf can be placed."""
+        return not self.totals.problems
+
+    def table(self, width: int | None = None, *, all: bool = False) -> str:
+        """The table as plain text.
+
+        Args:
+            width: In terminal cells; by default the terminal's, or ``COLUMNS``, or 120 where there is neither.
+            all: Show every leaf, instead of one row for those that differ only in an index.
+        """
+        if width is None:
+            width = shutil.get_terminal_size((120, 24)).columns
+        return "\n".join(line.plain for line in self.lines(width, all=all))
+
+    def lines(self, width: int, *, all: bool = False) -> Iterator[Text]:
+        """The table as styled `rich.text.Text` lines, longer than ``width`` only where a single word is."""
+        rows = self.rows if all else collapse(self.rows)
+        if rows:
+            columns, lifted = _chosen(rows, width)
+            yield from header(columns)
+            for i, row in enumerate(rows):
+                yield from row_lines(columns, i, "red" if row.problems else "dim" if row.plan.spec is None else "")
+                for text in row.why:
+                    yield from prose(text, width, "dim", "  ")
+                for text in row.problems:
+                    yield from prose(text, width, "red", "  ")
+            yield Text("")
+            if lifted:
+                yield from prose("all leaves: " + ", ".join(f"{c.title} {c.cells[0]}" for c in lifted), width)
+        for text in _totals(self):
+            yield from prose(text, width)
+        for text in _wrong(self):
+            yield from prose(text, width, "red")
+        for lint in self.lints:
+            yield from prose(f"! {lint.text}", width, "yellow")
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Everything, leaf by leaf, as JSON; sizes are in bytes."""
+        found = {
+            "mesh": dict(self.plan.mesh.shape),
+            "mapping": dict(self.plan.mapping.rules),
+            "indivisible": self.plan.mapping.indivisible,
+            "totals": dataclasses.asdict(self.totals),
+            "unmapped_axes": self.unmapped,
+            "lints": [dataclasses.asdict(lint) for lint in self.lints],
+            "fixes": self.fixes,
+            "leaves": [_row_json(row) for row in self.rows],
+        }
+        # Only `first` rules are not JSON themselves.
+        return json.dumps(found, indent=indent, default=lambda rule: {"first": rule.candidates})
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        t = self.totals
+        return f"<Explanation of {t.leaves} leaves on mesh {describe(self.plan.mesh)}: {t.problems} problems>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield from self.lines(options.max_width)
+
+    def _repr_html_(self) -> str:
+        titles = [*(_COLUMNS[key][0] for key in _WHOLE), "why"]
+        head = "".join(f"<th style='text-align:left'>{t}</th>" for t in titles)
+        body: list[str] = []
+        for row in collapse(self.rows):
+            cells = [html.escape(_COLUMNS[key][1](row)) for key in _WHOLE]
+            cells.append("<br>".join(html.escape(w) for w in (*row.why, *row.problems)))
+            style = " style='color:#b00020'" if row.problems else ""
+            body.append(f"<tr{style}>" + "".join(f"<td style='text-align:left'>{c}</td>" for c in cells) + "</tr>")
+        below = "<br>".join(html.escape(t) for t in (*_totals(self), *_wrong(self)))
+        lints = "".join(f"<li>{html.escape(lint.text)}</li>" for lint in self.lints)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table><p>{below}</p>"
+        return table + (f"<ul>{lints}</ul>" if lints else "")
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -138,19 +227,10 @@ def _wanted(row: Row) -> str:
 
 def why_text(choice: AxisChoice, choices: Sequence[AxisChoice], mesh: MeshLike, manual: frozenset[str]) -> str:
     """Why an axis got what it got; empty where its rule was simply applied."""
-
-    def reason(candidate: MeshAxes, why: str) -> str:
-        names = set(axis_names(candidate)) - manual
-        if why == BUSY:
-            holder = next(c.axis for c in choices if c is not choice and names & set(axis_names(c.won)))
-            return f"busy (axis {holder} has it)"
-        if why == INDIVISIBLE:
-            return f"indivisible ({remainder_text(choice.size, math.prod(mesh.shape[name] for name in names))})"
-        return why
-
     if not choice.lost:
         return ""
-    lost = "; ".join(f"{candidate!r} is {reason(candidate, why)}" for candidate, why in choice.lost)
+    holders = {name: c.axis for c in choices if c is not choice for name in axis_names(c.won)}
+    lost = lost_text(choice.size, choice.lost, mesh, manual, holders)
     if not isinstance(choice.rule, First):
         return f"{choice.axis} is left whole: {lost}"
     outcome = "is left whole" if choice.won is None else f"→ {choice.won!r}"
@@ -248,34 +328,11 @@ def _chosen(rows: Sequence[Row], width: int) -> tuple[list[Column], list[Column]
     return best, lifted
 
 
-def lines(found: Findings, width: int, *, all: bool = False) -> Iterator[Text]:
-    """The report as styled lines of at most ``width`` cells, longer only where a single word is."""
-    rows = found.rows if all else collapse(found.rows)
-    if rows:
-        columns, lifted = _chosen(rows, width)
-        yield from header(columns)
-        for i, row in enumerate(rows):
-            yield from row_lines(columns, i, "red" if row.problems else "dim" if row.plan.spec is None else "")
-            for text in row.why:
-                yield from prose(text, width, "dim", "  ")
-            for text in row.problems:
-                yield from prose(text, width, "red", "  ")
-        yield Text("")
-        if lifted:
-            yield from prose("all leaves: " + ", ".join(f"{c.title} {c.cells[0]}" for c in lifted), width)
-    for text in _totals(found):
-        yield from prose(text, width)
-    for text in _wrong(found):
-        yield from prose(text, width, "red")
-    for lint in found.lints:
-        yield from prose(f"! {lint.text}", width, "yellow")
-
-
 def _count(n: int, noun: str, plural: str) -> str:
     return f"{n} {noun if n == 1 else plural}"
 
 
-def _totals(found: Findings) -> Iterator[str]:
+def _totals(found: Explanation) -> Iterator[str]:
     t = found.totals
     yield (
         f"{_count(t.leaves, 'leaf', 'leaves')}, {human_bytes(t.bytes)}; on each of"
@@ -297,13 +354,10 @@ def _totals(found: Findings) -> Iterator[str]:
     )
 
 
-def _wrong(found: Findings) -> Iterator[str]:
+def _wrong(found: Explanation) -> Iterator[str]:
     if found.totals.problems:
         yield f"{count_of(found.totals.problems, found.totals.leaves)} cannot be placed"
     yield from (f"fix: {fix}" for fix in found.fixes)
-
-
-# --- JSON and HTML ----------------------------------------------------------------------------------------------------
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -333,41 +387,3 @@ def _row_json(row: Row) -> dict[str, Any]:
         "problems": row.problems,
         "note": p.note,
     }
-
-
-def _first_json(rule: First) -> Any:
-    return {"first": rule.candidates}
-
-
-def to_json(found: Findings, indent: int | None) -> str:
-    """The report with every leaf, as JSON."""
-    return json.dumps(
-        {
-            "mesh": dict(found.plan.mesh.shape),
-            "mapping": dict(found.plan.mapping.rules),
-            "indivisible": found.plan.mapping.indivisible,
-            "totals": dataclasses.asdict(found.totals),
-            "unmapped_axes": found.unmapped,
-            "lints": [dataclasses.asdict(lint) for lint in found.lints],
-            "fixes": found.fixes,
-            "leaves": [_row_json(row) for row in found.rows],
-        },
-        indent=indent,
-        default=_first_json,
-    )
-
-
-def to_html(found: Findings) -> str:
-    """The report as an HTML table, for notebooks."""
-    titles = [*(_COLUMNS[key][0] for key in _WHOLE), "why"]
-    head = "".join(f"<th style='text-align:left'>{t}</th>" for t in titles)
-    body: list[str] = []
-    for row in collapse(found.rows):
-        cells = [html.escape(_COLUMNS[key][1](row)) for key in _WHOLE]
-        cells.append("<br>".join(html.escape(w) for w in (*row.why, *row.problems)))
-        style = " style='color:#b00020'" if row.problems else ""
-        body.append(f"<tr{style}>" + "".join(f"<td style='text-align:left'>{c}</td>" for c in cells) + "</tr>")
-    below = "<br>".join(html.escape(t) for t in (*_totals(found), *_wrong(found)))
-    lints = "".join(f"<li>{html.escape(lint.text)}</li>" for lint in found.lints)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table><p>{below}</p>"
-    return table + (f"<ul>{lints}</ul>" if lints else "")

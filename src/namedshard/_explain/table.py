@@ -67,7 +67,7 @@ def fit(columns: Sequence[Column], width: int) -> int:
 def header(columns: Sequence[Column]) -> Iterator[Text]:
     """Titles and the line below them."""
     yield _join_cells([c.title for c in columns], columns, "bold")
-    yield Text("─" * total([c.width for c in columns]), style="dim")
+    yield Text("─" * total([c.width for c in columns]), style="dim", no_wrap=True, overflow="ignore")
 
 
 def row_lines(columns: Sequence[Column], row: int, style: str) -> Iterator[Text]:
@@ -82,7 +82,7 @@ def _join_cells(cells: Sequence[str], columns: Sequence[Column], style: str) -> 
         (" " * (c.width - cell_len(s)) + s) if c.right else (s + " " * (c.width - cell_len(s)))
         for s, c in zip(cells, columns, strict=True)
     ]
-    return Text(GAP.join(padded).rstrip(), style=style)
+    return Text(GAP.join(padded).rstrip(), style=style, no_wrap=True, overflow="ignore")
 
 
 # `(30522 = 4*7630 + 2)` and `1.5 KiB` stay on one line.
@@ -99,4 +99,4 @@ def prose(text: str, width: int, style: str = "", indent: str = "") -> Iterator[
         break_long_words=False,
         break_on_hyphens=False,
     ):
-        yield Text(line.replace("\xa0", " "), style=style)
+        yield Text(line.replace("\xa0", " "), style=style, no_wrap=True, overflow="ignore")

@@ -10,10 +10,15 @@ from jax.sharding import Sharding
 
 from namedshard._types import Bounds, Device
 
+_SMALL_BYTES = 1 << 15
+"""Below this, copying memory takes less time than aligning it."""
+
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Host memory aligned so that a CPU device takes it over instead of copying it."""
+    """Host memory, aligned (unless it is small) so that a CPU device takes it over instead of copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size < _SMALL_BYTES:
+        return np.empty(shape, dtype)
     raw = np.empty(size + 64, np.uint8)
     return np.ndarray(shape, dtype, raw, -raw.__array_interface__["data"][0] % 64)
 
@@ -65,7 +70,11 @@ def shard_sources(
 @functools.lru_cache(maxsize=4096)
 def distinct_shards(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, Device]:
     """One device for each different shard."""
-    found: dict[Bounds, Device] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        found.setdefault(bounds_of(index or (), shape), device)
-    return found
+    return {box: device for device, box in reversed(device_boxes(shape, sharding).items())}
+
+
+@functools.lru_cache(maxsize=4096)
+def device_boxes(shape: tuple[int, ...], sharding: Sharding) -> dict[Device, Bounds]:
+    """The shard of each of this process's devices."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: bounds_of(index or (), shape) for device, index in indices.items()}

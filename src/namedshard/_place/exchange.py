@@ -116,17 +116,13 @@ class _Between:
     crossing: Mapping[tuple[Device, Device], int]
 
 
-def _padded(box: Bounds, itemsize: int) -> int:
-    return -(-volume(box) * itemsize // ALIGNMENT) * ALIGNMENT
-
-
 # A model has many arrays and few ways in which they move.
 @functools.lru_cache(maxsize=256)
 def _between(source: Layout, target: Layout, turn: int, itemsize: int, process: int) -> _Between:
     mine: list[tuple[Piece, int]] = []
     crossing: dict[tuple[Device, Device], int] = collections.defaultdict(int)
     for piece in pieces_between(source, target, turn):
-        size = _padded(piece.box, itemsize)
+        size = -(-volume(piece.box) * itemsize // ALIGNMENT) * ALIGNMENT
         if process in (piece.source.process_index, piece.target.process_index):
             mine.append((piece, size))
         if piece.crosses:
@@ -199,13 +195,9 @@ def _in_row(low: int, rest: Bounds, index: int, first: int, last: int) -> Iterat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """Steps in which the same devices send to the same devices.
+    """Steps in which the same devices send to the same devices, in rounds of (sender, receiver) positions.
 
-    Attributes:
-        rounds: For each round, the (sender, receiver) positions in the schedule's devices.
-        slot_bytes: Bytes that each stream advances in a step.
-        start: Bytes of each stream that earlier phases sent.
-        steps: How many steps.
+    In each of the ``steps`` a stream advances by ``slot_bytes``; earlier phases have sent its first ``start`` bytes.
     """
 
     rounds: tuple[tuple[Pair, ...], ...]
@@ -216,14 +208,10 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """What is exchanged when; the same on every process, but for what is a process's own.
+    """What is exchanged when between ``devices``; the same on every process, except what is a process's own.
 
-    Attributes:
-        devices: All that send to or receive from another process, in one order.
-        phases: The steps.
-        local: This process's own pieces that stay in it, as (leaf, piece).
-        streams: What this process sends and receives, by (sender, receiver) positions in ``devices``.
-        crossing_bytes: Bytes that all processes together must send to each other.
+    Its own are the (leaf, piece)s that stay in it (``local``), and the ``streams`` that it sends and receives, by
+    (sender, receiver) positions in ``devices``. ``crossing_bytes`` is what all processes together must send.
     """
 
     devices: tuple[Device, ...]
@@ -239,12 +227,9 @@ class Schedule:
 
 
 def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget: int) -> Schedule:
-    """The exchange that carries out changes of layout.
+    """The exchange that carries out changes (layout, wanted layout, itemsize), with one process's pieces and streams.
 
-    Args:
-        changes: For each array its layout, the wanted one, and the bytes of an element.
-        process: Whose own pieces and streams are listed.
-        budget: Bytes that a process may use; slots, sent and received together, take a quarter of it.
+    Of the ``budget`` of bytes that a process may use, slots, sent and received together, take a quarter.
     """
     turns: collections.Counter[tuple[Layout, Layout]] = collections.Counter()
     kinds: collections.Counter[_Between] = collections.Counter()

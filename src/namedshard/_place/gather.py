@@ -25,11 +25,7 @@ _UNITS = {**_BINARY, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes from a number or a text like ``"1GiB"``, ``"500 MB"``.
-
-    Raises:
-        ValueError: It is neither, or not positive.
-    """
+    """Bytes from a number or a text like ``"1GiB"``, ``"500 MB"``; raises `ValueError` for others."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
@@ -45,8 +41,7 @@ def _check(what: str, leaves: Sequence[Leaf], process: int | None) -> None:
     if process is not None and not 0 <= process < count:
         raise ValueError(f"{what}: there is no process {process}; this job has {count}")
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
-    traced = [leaf.path for leaf in arrays if isinstance(leaf.value, Tracer)]
-    if traced:
+    if traced := [leaf.path for leaf in arrays if isinstance(leaf.value, Tracer)]:
         raise TracedMoveError(
             f"{what}: {count_of(len(traced), len(arrays))} traced, so there are no values to bring to the host",
             traced,
@@ -142,11 +137,8 @@ def to_host(tree: PyTree, *, process: int | None = None, budget: int | str = "1G
     size = parse_bytes(budget)
     leaves = named_leaves(tree)
     _check("to_host", leaves, process)
-    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf.value, jax.Array)]
-    values: list[Any] = [leaf.value for leaf in leaves]
-    gathered = _gather([leaves[i] for i in arrays], process, size, "to_host")
-    for i, value in zip(arrays, gathered, strict=True):
-        values[i] = value
+    gathered = iter(_gather([leaf for leaf in leaves if isinstance(leaf.value, jax.Array)], process, size, "to_host"))
+    values = [next(gathered) if isinstance(leaf.value, jax.Array) else leaf.value for leaf in leaves]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), values)
 
 

@@ -11,15 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
-from namedshard._place.boxes import (
-    aligned_empty,
-    bounds_of,
-    distinct_shards,
-    local_slices,
-    shape_of,
-    shard_sources,
-    whole,
-)
+from namedshard._place import boxes
 from namedshard._place.route import Move, Route, placement_of
 from namedshard._place.traced import change_traced_memory, constrain_traced
 from namedshard._plan.leaves import jax_dtype, native_dtype
@@ -29,28 +21,41 @@ from namedshard._types import Bounds
 def run(work: Sequence[Move], *, manual: frozenset[str]) -> None:
     """Carry out checked moves, filling in each one's ``result``."""
     traced: list[Move] = []
-    from_host: list[Move] = []
-    between_devices: list[Move] = []
+    concrete: list[Move] = []
     for move in work:
         if move.route is Route.ANNOTATE:
             move.result = move.value.update(sharding=move.want)
         elif move.route is Route.KEEP:
             move.result = move.value
-        elif move.route is Route.TRACED:
-            traced.append(move)
+        else:
+            (traced if move.route is Route.TRACED else concrete).append(move)
+    if traced:
+        constrain_traced(traced, manual)
+    if concrete:
+        with compat.no_context_mesh():
+            _move(concrete)
+
+
+def _move(work: Sequence[Move]) -> None:
+    """On CPUs arrays are copied shard by shard, elsewhere devices send to each other."""
+    from_host: list[Move] = []
+    constrained: list[Move] = []
+    rest: list[Move] = []
+    for move in work:
+        if _in_this_memory(move):
+            _copy_shards(move)
         elif move.route is Route.FROM_HOST:
             from_host.append(move)
         else:
-            between_devices.append(move)
-    if traced:
-        constrain_traced(traced, manual)
-    if from_host or between_devices:
-        with compat.no_context_mesh():
-            _move_from_host(from_host)
-            _move_between_devices(between_devices)
-
-
-# --- from the host ----------------------------------------------------------------------------------------------------
+            (constrained if move.route is Route.CONSTRAIN and not on_cpus(move.want) else rest).append(move)
+    if from_host:
+        values = [m.value if isinstance(m.value, jax.Array) else _own(m.value) for m in from_host]
+        _put(from_host, [m.want for m in from_host], values)
+    if constrained:
+        constrain_jit(constrained)
+    if rest:
+        # By way of device memory: `device_put` cannot change the devices' order and leave host memory at once.
+        _put(rest, [_device_sharding(m.want) for m in rest], [_to_device_memory(m.value) for m in rest])
 
 
 def _largest(value: Any) -> float:
@@ -86,23 +91,10 @@ def check_narrowing(leaves: Iterable[tuple[str, Any]], total: int) -> None:
         )
 
 
-def _move_from_host(work: Sequence[Move]) -> None:
-    rest: list[Move] = []
-    for move in work:
-        if not _in_this_memory(move):
-            rest.append(move)
-        elif isinstance(move.value, jax.Array):
-            _copy_shards(move)
-        else:
-            move.result = shard_host_value(np.asarray(move.value), move.want)
-    if rest:
-        _put(rest, [m.want for m in rest], [m.value if isinstance(m.value, jax.Array) else _own(m.value) for m in rest])
-
-
 def shard_host_value(value: np.ndarray, want: NamedSharding) -> jax.Array:
     """A host array copied into this process's shards."""
     with np.errstate(over="ignore"):
-        return _copy_into_shards(value.shape, jax_dtype(value.dtype), want, (whole(value.shape),), [value])
+        return _copy_into_shards(value.shape, jax_dtype(value.dtype), want, (boxes.whole(value.shape),), [value])
 
 
 def _own(value: Any) -> np.ndarray:
@@ -123,9 +115,7 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
     return jnp.copy(x) if any(wanted.get(d) == index for d, index in have.items()) else x
 
 
-# --- between devices of this process ----------------------------------------------------------------------------------
-
-
+@functools.lru_cache(maxsize=4096)
 def on_cpus(where: Sharding | Mesh | None) -> bool:
     """True if all devices of a sharding or mesh (None: the default device) are CPUs, whose memory numpy sees."""
     if where is None:
@@ -138,8 +128,8 @@ def _copy_into_shards(
 ) -> jax.Array:
     """An array from boxes of it in this host's memory: one copy, no whole array in between, nothing aliased."""
     pieces: dict[Bounds, np.ndarray] = {}
-    for box, copies in shard_sources(shape, sources, want).items():
-        piece = pieces[box] = aligned_empty(shape_of(box), dtype)
+    for box, copies in boxes.shard_sources(shape, sources, want).items():
+        piece = pieces[box] = boxes.aligned_empty(boxes.shape_of(box), dtype)
         for source, into, out_of in copies:
             piece[into] = values[source][out_of]
     return from_pieces(shape, dtype, want, pieces)
@@ -147,7 +137,10 @@ def _copy_into_shards(
 
 def _copy_shards(move: Move) -> None:
     x = move.value
-    distinct = distinct_shards(x.shape, x.sharding)
+    if not isinstance(x, jax.Array):
+        move.result = shard_host_value(np.asarray(x), move.want)
+        return
+    distinct = boxes.distinct_shards(x.shape, x.sharding)
     shards = {s.device: s for s in x.addressable_shards}
     values = [np.asarray(shards[device].data) for device in distinct.values()]
     move.result = _copy_into_shards(x.shape, x.dtype, move.want, tuple(distinct), values)
@@ -163,40 +156,24 @@ def _in_this_memory(move: Move) -> bool:
     return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or x.weak_type or not on_cpus(x.sharding))
 
 
-def _move_between_devices(work: Sequence[Move]) -> None:
-    """CONSTRAIN and DEVICE_PUT: on CPUs arrays are copied shard by shard, elsewhere devices send to each other."""
-    constrained: list[Move] = []
-    rest: list[Move] = []
-    for move in work:
-        if _in_this_memory(move):
-            _copy_shards(move)
-        elif move.route is Route.CONSTRAIN and not on_cpus(move.want):
-            constrained.append(move)
-        else:
-            rest.append(move)
-    if constrained:
-        constrain_jit(constrained)
-    if rest:
-        # By way of device memory: `device_put` cannot change the devices' order and leave host memory at once.
-        _put(rest, [_device_sharding(m.want) for m in rest], [_to_device_memory(m.value) for m in rest])
-
-
 def from_pieces(
-    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, np.ndarray]
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, Any]
 ) -> jax.Array:
-    """An array of pieces that are given up for it; those made by `aligned_empty` are taken over by CPU devices.
+    """An array of pieces that are given up for it; those made by `boxes.aligned_empty` are taken over by CPU devices.
 
-    ``sharding`` None is the default device, uncommitted, with one piece.
+    The pieces are host arrays or lists that `onto_devices` made. ``sharding`` None is the default device, uncommitted,
+    with one piece.
     """
     with compat.no_context_mesh():
+        if on_devices := [x for piece in pieces.values() if isinstance(piece, list) for x in piece]:
+            found: list[jax.Array] = on_devices
+            return found[0] if sharding is None else jax.make_array_from_single_device_arrays(shape, sharding, found)
         if sharding is None:
             return jax.device_put(next(iter(pieces.values())))
-        if not sharding.addressable_devices:
-            # JAX asks for a replicated array's one piece even where no device of this process holds it.
+        held = boxes.device_boxes(shape, sharding)
+        if not held:
             return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: pieces[bounds_of(index or (), shape)], dtype=dtype
-        )
+        return compat.put_shards(shape, dtype, sharding, {d: pieces[box] for d, box in held.items()})
 
 
 def onto_devices(
@@ -206,29 +183,21 @@ def onto_devices(
     with compat.no_context_mesh():
         if sharding is None:
             return [jax.device_put(piece)]
-        indices = sharding.addressable_devices_indices_map(shape)
-        devices = [d for d, index in indices.items() if bounds_of(index or (), shape) == bounds]
+        devices = [d for d, box in boxes.device_boxes(shape, sharding).items() if box == bounds]
         places = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
         return jax.device_put([piece] * len(places), places)
 
 
-def from_device_pieces(shape: tuple[int, ...], sharding: Sharding | None, arrays: Sequence[jax.Array]) -> jax.Array:
-    """An array of the pieces that `onto_devices` made."""
-    if sharding is None:
-        return arrays[0]
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays))
-
-
 def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
     """A box of an array as numpy, from one device's (or the host's) piece that holds ``held``; on CPUs a view of it."""
-    slices = local_slices(box, held)
+    slices = boxes.local_slices(box, held)
     on_device = isinstance(piece, jax.Array) and piece.sharding.memory_kind == _device_kind(piece.sharding)
     if box == held or not on_device or on_cpus(piece.sharding):
         # The ellipsis keeps arrays of no dimensions arrays.
         return np.asarray(piece)[(*slices, ...)]
     # Only the box crosses to the host, and JAX keeps no copy of the whole piece there.
     with compat.no_context_mesh():
-        return np.asarray(jax.lax.dynamic_slice(piece, [s.start for s in slices], shape_of(box)))
+        return np.asarray(jax.lax.dynamic_slice(piece, [s.start for s in slices], boxes.shape_of(box)))
 
 
 def _device_kind(sharding: Sharding) -> str:
@@ -285,9 +254,6 @@ def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
 
     One array in several places stays one. Host arrays go to the devices that ``jax.numpy`` would take, and
     ``jax.ShapeDtypeStruct``s get the sharding.
-
-    Raises:
-        MemoryKindError: Compiled code has no word for the memory kind.
     """
     staging = compat.staging()
     moved: dict[int, Any] = {}

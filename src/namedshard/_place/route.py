@@ -118,14 +118,7 @@ def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Ro
 
 
 def transient_bytes(now: Placement, want: NamedSharding, shape: tuple[int, ...], itemsize: int) -> int:
-    """The most bytes that a leaf takes on one device while it moves, its source and target shards included.
-
-    Args:
-        now: Where it is.
-        want: Where it is wanted.
-        shape: Its global shape.
-        itemsize: Bytes of an element.
-    """
+    """The most bytes that a leaf takes on one device while it moves, its source and target shards included."""
     route = route_for(now, want, shape)
     if route in (Route.ANNOTATE, Route.KEEP, Route.TRACED):
         return 0

@@ -20,7 +20,7 @@ from namedshard._place.route import Move, Route, placement_of, route_for, same_p
 from namedshard._place.traced import check_mixed, check_traced_kind
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
-from namedshard._plan.mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, resolve_mesh
+from namedshard._plan.mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, require_mesh
 from namedshard._plan.plan import Plan, plan_leaves, with_policy
 from namedshard._types import Device, Tracer
 
@@ -110,12 +110,7 @@ def shard(
             return tree
         found = AxisMapping()
     found = with_policy(found, indivisible)
-    where = resolve_mesh(mesh)
-    if where is None:
-        raise NoMeshError(
-            "shard: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
-            fix="pass mesh=, or enter jax.set_mesh",
-        )
+    where = require_mesh(mesh, "shard")
     if memory_kind is not None and isinstance(where, Mesh):
         check_memory_kind(where, memory_kind)
     leaves, treedef = jax.tree_util.tree_flatten(tree)
@@ -276,16 +271,9 @@ def place_leaves(
     wanted: Sequence[tuple[int, NamedSharding]],
     donate: Sequence[int] = (),
 ) -> list[Any]:
-    """Bring some of many values to given shardings, in one batch; the others come back as they are.
+    """Bring some of many values to shardings, in one batch, with the checks of `shard`; the others stay as they are.
 
-    Args:
-        paths: A leaf path for each value, for messages.
-        values: Arrays, host arrays or tracers.
-        wanted: (index into ``values``, sharding) of those to bring.
-        donate: Indices of arrays to give up if they have to move.
-
-    Raises:
-        DeletedArrayError, MixedAxesError, NarrowingError: As `shard` does, before anything moves.
+    ``wanted`` holds (index into ``values``, sharding); ``donate`` indices of arrays to give up if they have to move.
     """
     staging = compat.staging()
     work: list[Move] = []

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from namedshard import _jaxcompat as compat
 from namedshard._place import exchange as ex
 from namedshard._place import local
-from namedshard._place.boxes import aligned_empty, local_slices, shape_of, volume
+from namedshard._place.boxes import aligned_empty, distinct_shards, local_slices, shape_of, volume
 from namedshard._place.route import CHUNK_BYTES, Move, Route
 from namedshard._plan.leaves import jax_dtype
 from namedshard._processes.agreement import agree, describe_leaf
@@ -60,8 +60,11 @@ def _run(work: Sequence[Move]) -> None:
     for move in work:
         ways[_way(move)].append(move)
     exchanged = ways[Route.COLLECTIVE]
-    targets = [ex.layout_of(_raw_sharding(m.value, m.want), raw_type(m.value).shape) for m in exchanged]
-    buffers = [_allocate(target, raw_type(m.value).dtype) for m, target in zip(exchanged, targets, strict=True)]
+    targets: list[ex.Layout] = []
+    buffers: list[dict[Bounds, np.ndarray]] = []
+    for x, want in ((raw_type(m.value), _raw_sharding(m.value, m.want)) for m in exchanged):
+        targets.append(ex.layout_of(want, x.shape))
+        buffers.append({box: aligned_empty(shape_of(box), x.dtype) for box in distinct_shards(x.shape, want)})
     agree("shard", [describe_leaf(m.path, m.value, m.want, host=m.route is Route.FROM_HOST) for m in work])
     with guard_exchange(bool(ways[Route.CONSTRAIN_JIT] or exchanged)):
         if compiled := [m for m in ways[Route.CONSTRAIN_JIT] if m.want.addressable_devices]:
@@ -79,13 +82,6 @@ def _run(work: Sequence[Move]) -> None:
         move.result = _like(x, local.shard_host_value(np.asarray(raw(x)), _raw_sharding(x, move.want)))
         if move.donate:
             x.delete()
-
-
-def _allocate(target: ex.Layout, dtype: Any) -> dict[Bounds, np.ndarray]:
-    """Memory for each box that this process wants."""
-    me = jax.process_index()
-    wanted = [box for box, devices in target.holders.items() if any(d.process_index == me for d in devices)]
-    return {box: aligned_empty(shape_of(box), dtype) for box in wanted}
 
 
 def _finish(move: Move, pieces: Mapping[Bounds, np.ndarray]) -> None:
@@ -162,16 +158,9 @@ def exchange(
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
 
-    To be called within `guard_exchange`, with all that leads to it after the processes have agreed to the call.
-
-    Args:
-        arrays: Global arrays (no typed keys).
-        targets: For each, which devices want which box.
-        buffers: For each array, memory to fill for each target box of this process.
-        budget: Bytes that a process may use for sending and receiving at a time.
-
-    Raises:
-        ExchangeError: Another process died, or the network did.
+    To be called within `guard_exchange`, with all that leads to it after the processes have agreed to the call. The
+    arrays are no typed keys; ``buffers`` hold memory for each target box of this process; ``budget`` is the bytes that
+    a process may use for sending and receiving at a time.
     """
     changes = [
         (ex.layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)
@@ -247,15 +236,9 @@ def _compile_rounds(
     permuted = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=spec, out_specs=spec))
 
     def step(outgoing: Slots) -> Slots:
-        slots = [
-            local.from_pieces(
-                (len(devices), slot_bytes),
-                np.dtype(np.uint8),
-                sharding,
-                {((i, i + 1), (0, slot_bytes)): memory for i, memory in memories.items()},
-            )
-            for memories in outgoing
-        ]
+        shape, dtype = (len(devices), slot_bytes), np.dtype(np.uint8)
+        rows = [{((i, i + 1), (0, slot_bytes)): memory for i, memory in memories.items()} for memories in outgoing]
+        slots = [local.from_pieces(shape, dtype, sharding, pieces) for pieces in rows]
         arrived = run_watched(lambda: jax.block_until_ready(permuted(*slots)))
         return [{position[s.device]: np.asarray(s.data) for s in x.addressable_shards} for x in arrived]
 

@@ -59,10 +59,6 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
-def _stop(x: Any) -> bool:
-    return isinstance(x, NamedArray) or bool(_named_fields(type(x)))
-
-
 @functools.cache
 def jax_can_hold(dtype: Any) -> bool:
     """Whether an array of a dtype can be a JAX array."""
@@ -105,7 +101,10 @@ def _of_named(path: str, named: NamedArray) -> Iterator[Leaf]:
 
 
 def _walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[Leaf]:
-    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_stop)[0]:
+    def named(x: Any) -> bool:
+        return isinstance(x, NamedArray) or bool(_named_fields(type(x)))
+
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=named)[0]:
         full = prefix + path
         if isinstance(node, NamedArray):
             yield from _of_named(path_string(full), node)

@@ -227,10 +227,8 @@ def axis_mapping(mapping: MappingLike, merge: bool = False) -> Generator[AxisMap
         AxisMapping({'batch': None, 'mlp': 'model'})
     """
     outer = current_mapping() if merge else None
-    if outer is not None:
-        wanted = outer | mapping
-    else:
-        wanted = mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
+    given = mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
+    wanted = given if outer is None else outer | mapping
     with haliax.partitioning.axis_mapping(wanted):
         me = threading.get_ident()
         _known.stack.append((haliax.partitioning.current_thread_local_mapping(), wanted))

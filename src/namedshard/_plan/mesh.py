@@ -6,6 +6,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import AmbiguousMeshError, NoMeshError
+from namedshard._plan.mapping import thread_hint
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
 
@@ -24,11 +25,7 @@ def manual_axes() -> frozenset[str]:
 
 
 def context_mesh() -> MeshLike | None:
-    """The mesh in force: ``jax.set_mesh``, else ``with mesh:``, else an abstract one (while tracing), else None.
-
-    Raises:
-        AmbiguousMeshError: ``jax.set_mesh`` and ``with mesh:`` are both in force and differ.
-    """
+    """The mesh in force: ``jax.set_mesh``, else ``with mesh:``, else an abstract one (while tracing), else None."""
     by_set_mesh, by_with = compat.context_meshes()
     if by_set_mesh is not None and by_with is not None and by_set_mesh != by_with:
         raise AmbiguousMeshError(
@@ -56,11 +53,14 @@ def resolve_mesh(mesh: MeshLike | None) -> MeshLike | None:
     return mesh
 
 
-def require_mesh(mesh: MeshLike | None) -> MeshLike:
-    """The mesh given, else the one in force, else an error."""
+def require_mesh(mesh: MeshLike | None, what: str = "") -> MeshLike:
+    """The mesh given, else the one in force, else an error; ``what`` is the function that has a mapping to apply."""
     where = resolve_mesh(mesh)
     if where is None:
-        raise NoMeshError("no mesh: none was given and none is in force", fix="pass mesh=, or enter jax.set_mesh")
+        headline = "no mesh: none was given and none is in force"
+        if what:
+            headline = f"{what}: there is an axis mapping, but no mesh was given and none is in force" + thread_hint()
+        raise NoMeshError(headline, fix="pass mesh=, or enter jax.set_mesh")
     return where
 
 

@@ -6,26 +6,14 @@ other decides a sharding.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from namedshard._errors import (
-    IndivisibleAxisError,
-    MeshAxisConflictError,
-    MeshAxisNotFoundError,
-    NoCandidateError,
-    NoMappingError,
-    PlanError,
-    at,
-    count_of,
-    did_you_mean,
-    message,
-    warn_once,
-)
+from namedshard import _errors as errors
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
 from namedshard._plan.mapping import (
     AxisMapping,
@@ -134,14 +122,14 @@ class Plan:
         for leaf in self.leaves:
             if leaf.path == path:
                 return leaf
-        raise KeyError(f"no leaf {path!r}{did_you_mean(path, [leaf.path for leaf in self.leaves])}")
+        raise KeyError(f"no leaf {path!r}{errors.did_you_mean(path, [leaf.path for leaf in self.leaves])}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """One axis of one leaf that its mapping's rule cannot be applied to."""
 
-    kind: type[PlanError]
+    kind: type[errors.PlanError]
     path: str
     text: str
     axis: str
@@ -156,7 +144,7 @@ class _MeshView:
         manual |= {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
         self.sizes: Mapping[str, int] = mesh.shape
         self.manual = manual
-        self.described = describe(mesh)
+        self.mesh = mesh
 
     def free(self, axes: MeshAxes) -> tuple[str, ...]:
         return tuple(n for n in axis_names(axes) if n not in self.manual)
@@ -165,15 +153,36 @@ class _MeshView:
         return math.prod(self.sizes[n] for n in names)
 
 
-def remainder_text(size: int, pieces: int) -> str:
-    """``"10 = 4*2 + 2"``."""
+def _remainder_text(size: int, pieces: int) -> str:
     return f"{size} = {pieces}*{size // pieces} + {size % pieces}"
+
+
+def lost_text(
+    size: int, lost: Iterable[tuple[MeshAxes, str]], mesh: MeshLike, manual: frozenset[str], holders: Mapping[str, str]
+) -> str:
+    """Why each candidate lost, with the arithmetic; ``holders`` are the axes that hold mesh axes."""
+    texts: list[str] = []
+    for candidate, reason in lost:
+        names = [n for n in axis_names(candidate) if n not in manual]
+        if reason == BUSY:
+            reason = f"busy (axis {next(holders[n] for n in names if n in holders)} has it)"
+        elif reason == INDIVISIBLE:
+            reason = f"indivisible ({_remainder_text(size, math.prod(mesh.shape[n] for n in names))})"
+        texts.append(f"{candidate!r} is {reason}")
+    return "; ".join(texts)
+
+
+def absent_text(axis: str, names: Sequence[str], mesh: MeshLike) -> str:
+    """What is wrong with an axis that is mapped to mesh axes of which the mesh lacks some."""
+    gone = [n for n in names if n not in mesh.shape]
+    hint = "".join(errors.did_you_mean(n, list(mesh.shape)) for n in gone)
+    return f"axis {axis} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(mesh)}{hint}"
 
 
 def _indivisible_text(axis: str, size: int, names: tuple[str, ...], view: _MeshView) -> str:
     n = view.size(names)
     by = f"mesh axis {names[0]!r}={n}" if len(names) == 1 else f"mesh axes {names}={n}"
-    return f"axis {axis}={size} is not divisible by {by} ({remainder_text(size, n)})"
+    return f"axis {axis}={size} is not divisible by {by} ({_remainder_text(size, n)})"
 
 
 @dataclasses.dataclass(slots=True)
@@ -226,28 +235,21 @@ class _Chooser:
 
     def _problem(
         self, axis: str, size: int, rule: Rule, lost: list[tuple[MeshAxes, str]]
-    ) -> tuple[type[PlanError], str]:
+    ) -> tuple[type[errors.PlanError], str]:
         if isinstance(rule, First):
-            tried = "; ".join(f"{c!r} is {self._reason(size, c, r)}" for c, r in lost)
-            return NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}"
+            tried = lost_text(size, lost, self.view.mesh, self.view.manual, self.taken)
+            return errors.NoCandidateError, f"no candidate of {rule!r} fits axis {axis}={size}: {tried}"
         names = self.view.free(rule)
         reason = lost[0][1]
         if reason == ABSENT:
-            gone = [n for n in names if n not in self.view.sizes]
-            hint = "".join(did_you_mean(n, list(self.view.sizes)) for n in gone)
-            quoted = ", ".join(map(repr, gone))
-            text = f"axis {axis}={size} is mapped to {quoted}, but the mesh has {self.view.described}{hint}"
-            return MeshAxisNotFoundError, text
+            return errors.MeshAxisNotFoundError, absent_text(f"{axis}={size}", names, self.view.mesh)
         if reason == BUSY:
             held = next(n for n in names if n in self.taken)
-            return MeshAxisConflictError, f"axes {self.taken[held]} and {axis} are both mapped to mesh axis {held!r}"
-        return IndivisibleAxisError, _indivisible_text(axis, size, names, self.view)
-
-    def _reason(self, size: int, candidate: MeshAxes, reason: str) -> str:
-        names = self.view.free(candidate)
-        if reason == BUSY:
-            return f"busy (axis {next(self.taken[n] for n in names if n in self.taken)} has it)"
-        return f"indivisible ({remainder_text(size, self.view.size(names))})" if reason == INDIVISIBLE else reason
+            return (
+                errors.MeshAxisConflictError,
+                f"axes {self.taken[held]} and {axis} are both mapped to mesh axis {held!r}",
+            )
+        return errors.IndivisibleAxisError, _indivisible_text(axis, size, names, self.view)
 
 
 def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
@@ -263,28 +265,28 @@ def _fix_indivisible(problems: list[Problem], view: _MeshView) -> str:
 
 
 # Of problems of several kinds, the first kind here is raised; the fix of the last depends on the axes.
-_FIXES: dict[type[PlanError], str] = {
-    MeshAxisNotFoundError: "map the axis to a mesh axis that exists, or use first(..., None)",
-    MeshAxisConflictError: "map one of the two axes to None or to another mesh axis, or use first(...) to let it give"
-    " way",
-    NoCandidateError: "end the candidates with None to leave the axis unsharded when nothing fits",
-    IndivisibleAxisError: "",
+FIXES: dict[type[errors.PlanError], str] = {
+    errors.MeshAxisNotFoundError: "map the axis to a mesh axis that exists, or use first(..., None)",
+    errors.MeshAxisConflictError: "map one of the two axes to None or to another mesh axis, or use first(...)"
+    " to let it give way",
+    errors.NoCandidateError: "end the candidates with None to leave the axis unsharded when nothing fits",
+    errors.IndivisibleAxisError: "",
 }
 
 
 def fixes(problems: Sequence[Problem], mesh: MeshLike, manual: frozenset[str]) -> list[str]:
     """How to fix problems, one line per kind."""
-    by_kind = {kind: [p for p in problems if p.kind is kind] for kind in _FIXES}
+    by_kind = {kind: [p for p in problems if p.kind is kind] for kind in FIXES}
     view = _MeshView(mesh, manual)
-    return [_FIXES[kind] or _fix_indivisible(found, view) for kind, found in by_kind.items() if found]
+    return [FIXES[kind] or _fix_indivisible(found, view) for kind, found in by_kind.items() if found]
 
 
 def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manual: frozenset[str]) -> None:
     """Raise the error that lists all these problems of ``total`` leaves."""
     bad = len({p.path for p in problems})
-    raise next(kind for kind in _FIXES if any(p.kind is kind for p in problems))(
-        f"{count_of(bad, total)} cannot be sharded by this mapping",
-        [f"{at(p.path)}: {p.text}" for p in problems],
+    raise next(kind for kind in FIXES if any(p.kind is kind for p in problems))(
+        f"{errors.count_of(bad, total)} cannot be sharded by this mapping",
+        [f"{errors.at(p.path)}: {p.text}" for p in problems],
         fix="\n  fix: ".join(fixes(problems, mesh, manual)),
     )
 
@@ -328,13 +330,10 @@ def plan_leaves(
     elif problems:
         raise_problems(problems, total, mesh, manual)
     if replicated and collect is None:
-        _warn_replicated(replicated, total)
+        bad = errors.count_of(len({path for path, _ in replicated}), total)
+        lines = [f"{errors.at(path)}: {text}" for path, text in replicated]
+        errors.warn_once(errors.message(f'{bad} replicated along an axis (indivisible="replicate")', lines))
     return Plan(tuple(out), mapping, mesh, treedef)
-
-
-def _warn_replicated(found: list[tuple[str, str]], total: int) -> None:
-    bad = count_of(len({path for path, _ in found}), total)
-    warn_once(message(f'{bad} replicated along an axis (indivisible="replicate")', [f"{at(p)}: {t}" for p, t in found]))
 
 
 def with_policy(mapping: AxisMapping, indivisible: Policy | None) -> AxisMapping:
@@ -352,7 +351,7 @@ def resolve(
     found = resolve_mapping(mapping)
     if found is None:
         if not any(leaf.own is not None for leaf in leaves):
-            raise NoMappingError(
+            raise errors.NoMappingError(
                 "no axis mapping: none was given and none is in force", fix="pass mapping=, or enter axis_mapping"
             )
         found = AxisMapping()

@@ -10,7 +10,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from namedshard._errors import MeshAxisNotFoundError, NoMeshError, did_you_mean
+from namedshard._errors import MeshAxisNotFoundError, NoMeshError
 from namedshard._plan.leaves import Leaf, axis_name, is_array_like, named_leaves
 from namedshard._plan.mapping import (
     AxisMapping,
@@ -21,8 +21,8 @@ from namedshard._plan.mapping import (
     mesh_axes_of,
     resolve_mapping,
 )
-from namedshard._plan.mesh import MeshLike, describe, manual_axes, require_mesh, resolve_mesh
-from namedshard._plan.plan import Problem, plan, plan_leaves, raise_problems
+from namedshard._plan.mesh import MeshLike, manual_axes, require_mesh, resolve_mesh
+from namedshard._plan.plan import FIXES, Problem, absent_text, plan, plan_leaves, raise_problems
 
 AxisLike: TypeAlias = Axis | str
 """A named axis, or its name where the size does not matter."""
@@ -147,12 +147,11 @@ def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh:
         P('model',)
     """
     where = require_mesh(mesh)
-
-    def sharding(spec: Any) -> Any:
-        return NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec
-
-    specs = pspec_for(tree_or_axes, mapping, where)
-    return jax.tree_util.tree_map(sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree_util.tree_map(
+        lambda spec: NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec,
+        pspec_for(tree_or_axes, mapping, where),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
 
 
 def physical_axis_size(axis: AxisLike, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> int | None:
@@ -186,12 +185,10 @@ def physical_axis_size(axis: AxisLike, mapping: MappingLike | None = None, mesh:
         there = tuple(c for c in rule.candidates if all(n in where.shape for n in axis_names(c)))
         dividing = (c for c in there if isinstance(axis, str) or axis.size % _pieces(c, where) == 0)
         rule = next(dividing, there[0] if there else rule)
-    if gone := [n for n in mesh_axes_of(rule) if n not in where.shape]:
-        raise MeshAxisNotFoundError(
-            f"axis {axis_name(axis)} is mapped to {', '.join(map(repr, gone))}, but the mesh has {describe(where)}"
-            + "".join(did_you_mean(n, list(where.shape)) for n in gone),
-            fix="map the axis to a mesh axis that exists, or use first(..., None)",
-        )
+    names = mesh_axes_of(rule)
+    if any(n not in where.shape for n in names):
+        text = absent_text(axis_name(axis), names, where)
+        raise MeshAxisNotFoundError(text, fix=FIXES[MeshAxisNotFoundError])
     return None if rule is None or isinstance(rule, First) else _pieces(rule, where)
 
 

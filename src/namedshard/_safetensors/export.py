@@ -181,10 +181,6 @@ def _scale(eqn: Any, arguments: list[Any]) -> View:
     return view.scaled(by if eqn.primitive.name == "mul" else 1.0 / by)
 
 
-def _same(eqn: Any, arguments: list[Any]) -> View:
-    return arguments[0]
-
-
 _RULES: dict[str, Callable[[Any, list[Any]], View | list[View]]] = {
     "reshape": _reshape,
     "squeeze": _reshape,
@@ -197,5 +193,8 @@ _RULES: dict[str, Callable[[Any, list[Any]], View | list[View]]] = {
     "unstack": _split,
     "concatenate": _concatenate,
     **dict.fromkeys(("mul", "div"), _scale),
-    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier"), _same),
+    **dict.fromkeys(
+        ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier"),
+        lambda eqn, arguments: arguments[0],
+    ),
 }

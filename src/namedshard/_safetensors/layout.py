@@ -225,15 +225,9 @@ def concatenate(views: Sequence[View], dim: int) -> View:
     return View(tuple(shape), tuple(parts), views[0].scale)
 
 
-class _Placed(NamedTuple):
-    atom: Atom
-    dim: int
-    step: int
-
-
-def _by_dimension(part: Part, shape: Sequence[int], start: Sequence[int]) -> list[_Placed]:
-    """Each atom with the tensor dimension it runs along; atoms that run over an edge between two are split there."""
-    out: list[_Placed] = []
+def _by_dimension(part: Part, shape: Sequence[int], start: Sequence[int]) -> list[tuple[Atom, int, int]]:
+    """(atom, tensor dimension it runs along, step along it); atoms that run over an edge between two are split."""
+    out: list[tuple[Atom, int, int]] = []
     pending = list(part.atoms)
     strides = row_major(shape)
     while pending:
@@ -249,9 +243,9 @@ def _by_dimension(part: Part, shape: Sequence[int], start: Sequence[int]) -> lis
             pending.append(atom._replace(extent=room))
             pending.append(Atom(atom.extent // room, atom.leaf_dim, atom.leaf_step * room, atom.stride * room))
             continue
-        out.append(_Placed(atom, dim, step))
+        out.append((atom, dim, step))
     for dim, n in enumerate(shape):
-        if start[dim] + sum((p.atom.extent - 1) * p.step for p in out if p.dim == dim) >= max(n, 1):
+        if start[dim] + sum((atom.extent - 1) * step for atom, d, step in out if d == dim) >= max(n, 1):
             raise NotACopy("reshape across a slice")
     return out
 
@@ -262,7 +256,7 @@ def _restride(part: Part, shape: Sequence[int], strides: Sequence[int], bounds: 
         return
     first = [part.offset // stride % n for n, stride in zip(shape, row_major(shape), strict=True)]
     placed = _by_dimension(part, shape, first)
-    for box in _boxes([(p.atom.extent, p.dim, p.step) for p in placed], first, bounds):
+    for box in _boxes([(atom.extent, dim, step) for atom, dim, step in placed], first, bounds):
         start = list(part.start)
         at = offset + sum((i - lo) * stride for i, (lo, _), stride in zip(first, bounds, strides, strict=True))
         atoms: list[Atom] = []

@@ -20,23 +20,8 @@ from namedshard._safetensors.progress import Progress, reporting
 from namedshard._safetensors.ranges import ReadSettings, coalesce, plan_chunks
 from namedshard._safetensors.reader import Job, Read, ShardBuffer, execute_reads, limit_buffers
 from namedshard._safetensors.source import Opener, OpenFiles, open_source
-from namedshard._safetensors.targets import (
-    DTypes,
-    LoadOptions,
-    Missing,
-    Narrow,
-    Target,
-    Unexpected,
-    resolve_targets,
-)
+from namedshard._safetensors.targets import DTypes, LoadOptions, Missing, Narrow, Target, Unexpected, resolve_targets
 from namedshard._types import Bounds
-
-
-def _local_bounds(target: Target) -> list[Bounds]:
-    """The distinct shards of a leaf that this process's devices need."""
-    if target.sharding is None:
-        return [boxes.whole(target.shape)]
-    return list(boxes.distinct_shards(target.shape, target.sharding))
 
 
 def _batches(
@@ -111,13 +96,6 @@ def _raise_unfit(batch: Batch) -> None:
         )
 
 
-def _assemble(target: Target, shards: Mapping[Bounds, Any]) -> jax.Array:
-    """A leaf's array from its shards of this process: host memory, or lists of arrays on devices."""
-    if any(isinstance(data, list) for data in shards.values()):
-        return local.from_device_pieces(target.shape, target.sharding, list(itertools.chain(*shards.values())))
-    return local.from_pieces(target.shape, target.dtype, target.sharding, shards)
-
-
 def _read_batch(
     wanted: Sequence[tuple[Target, Bounds]], files: OpenFiles, budget: int, advance: Callable[[int], None]
 ) -> Batch:
@@ -133,9 +111,13 @@ def _read_batch(
 def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
     staged = not all(local.on_cpus(t.sharding) for t in targets)
-    needed = {t.index: _local_bounds(t) for t in targets}
+    # The distinct shards of each leaf that this process's devices need.
+    needed = {
+        t.index: [boxes.whole(t.shape)] if t.sharding is None else list(boxes.distinct_shards(t.shape, t.sharding))
+        for t in targets
+    }
     # Where no device of this process is in the mesh, a leaf has no shards here, but it still has an array.
-    arrays = {t.index: _assemble(t, {}) for t in targets if not needed[t.index]}
+    arrays = {t.index: local.from_pieces(t.shape, t.dtype, t.sharding, {}) for t in targets if not needed[t.index]}
     shards: dict[int, dict[Bounds, Any]] = {t.index: {} for t in targets}
     total = sum(origin.nbytes_in(bounds) for t in targets for bounds in needed[t.index] for origin in t.origins)
     # While one batch is on its way to the devices, the next is read.
@@ -150,7 +132,8 @@ def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Pr
                     placed += data
                 shards[target.index][shard.bounds] = data
                 if len(shards[target.index]) == len(needed[target.index]):
-                    arrays[target.index] = _assemble(target, shards.pop(target.index))
+                    found = shards.pop(target.index)
+                    arrays[target.index] = local.from_pieces(target.shape, target.dtype, target.sharding, found)
             jax.block_until_ready(in_flight)
             in_flight = placed
     jax.block_until_ready(in_flight)
@@ -237,16 +220,6 @@ def load_safetensors(  # noqa: PLR0913 - options of the public call; one object 
         (31.0, ('model', None))
     """
     options = LoadOptions(
-        mapping=mapping,
-        mesh=mesh,
-        names=names,
-        dtype=dtype,
-        memory_kind=memory_kind,
-        indivisible=indivisible,
-        missing=missing,
-        unexpected=unexpected,
-        narrow=narrow,
-        budget=budget,
-        progress=progress,
+        mapping, mesh, names, dtype, memory_kind, indivisible, missing, unexpected, narrow, budget, progress
     )
     return load_with(open_source, path, like, options)

@@ -60,11 +60,6 @@ def join(prefix: str | None, key: str | None) -> str | None:
     return ".".join(present) if present else None
 
 
-def _children(node: Any) -> list[tuple[Any, Any]]:
-    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return [(path[0], child) for path, child in flat if path]
-
-
 def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
     """One layer's module with abstract arrays, and which dimension of each leaf counts the layers, if any."""
     dims: dict[str, int | None] = {}
@@ -110,9 +105,10 @@ def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tens
         renamed: Mapping[str, str | None] = {}
         if isinstance(node, eqx.Module) and hasattr(node, "_state_dict_key_map"):
             renamed = cast("Any", node)._state_dict_key_map()
-        for key, child in _children(node):
-            name = jax.tree_util.keystr((key,), simple=True)
-            yield from _walk(child, (*path, key), join(prefix, renamed.get(name, name)))
+        for key, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
+            name = jax.tree_util.keystr(key, simple=True)
+            if key:
+                yield from _walk(child, (*path, *key), join(prefix, renamed.get(name, name)))
 
 
 def _walk_stacked(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:

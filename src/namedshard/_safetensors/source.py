@@ -3,6 +3,7 @@
 fsspec reaches HTTP, S3, Google Storage, the Hugging Face Hub and more.
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -192,10 +193,11 @@ def open_source(name: str) -> Source:
     return RemoteFile(name) if is_url(name) else LocalFile(name)
 
 
-class OpenFiles:
+class OpenFiles(contextlib.ExitStack):
     """Files that stay open together, so that what was checked is what is read, whatever takes their names meanwhile."""
 
     def __init__(self, opener: Opener = open_source):
+        super().__init__()
         self._opener = opener
         self._open: dict[str, Source] = {}
 
@@ -203,11 +205,5 @@ class OpenFiles:
         """The open file of that name."""
         if name not in self._open:
             self._open[name] = self._opener(name)
+            self.callback(self._open[name].close)
         return self._open[name]
-
-    def __enter__(self) -> "OpenFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for source in self._open.values():
-            source.close()

@@ -10,24 +10,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from namedshard._errors import (
-    CheckpointError,
-    MissingTensorError,
-    NarrowingError,
-    NoMeshError,
-    at,
-    check_one_of,
-    count_of,
-    did_you_mean,
-    message,
-    warn_user,
-)
+from namedshard import _errors as errors
 from namedshard._place.boxes import volume
 from namedshard._place.shard import check_memory_kind, check_memory_of
 from namedshard._plan.best_effort import best_effort_spec
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
-from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
-from namedshard._plan.mesh import MeshLike, describe, resolve_mesh
+from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping
+from namedshard._plan.mesh import MeshLike, describe, require_mesh, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
 from namedshard._safetensors.header import CODES, PACKED_BITS, TensorInfo
 from namedshard._safetensors.layout import Part, boxes_in
@@ -42,9 +31,9 @@ DTypes: TypeAlias = Any
 """A dtype, leaf path → dtype, or a function of leaf path and the file's dtype."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The keyword arguments of `load_safetensors`, which documents them."""
+    """The keyword arguments of `load_safetensors`, which documents them, in the same order."""
 
     mapping: MappingLike | None = None
     mesh: MeshLike | None = None
@@ -59,9 +48,9 @@ class LoadOptions:
     progress: Progress = None
 
     def __post_init__(self) -> None:
-        check_one_of("missing", self.missing, get_args(Missing))
-        check_one_of("unexpected", self.unexpected, get_args(Unexpected))
-        check_one_of("narrow", self.narrow, get_args(Narrow))
+        errors.check_one_of("missing", self.missing, get_args(Missing))
+        errors.check_one_of("unexpected", self.unexpected, get_args(Unexpected))
+        errors.check_one_of("narrow", self.narrow, get_args(Narrow))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,14 +101,9 @@ def _resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: Load
 
 
 def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | None:
-    mesh = resolve_mesh(given)
-    if mesh is None and needed:
-        raise NoMeshError(
-            "load_safetensors: there is an axis mapping, but no mesh was given and none is in force" + thread_hint(),
-            fix="pass mesh=, or enter jax.set_mesh",
-        )
+    mesh = require_mesh(given, "load_safetensors") if needed else resolve_mesh(given)
     if isinstance(mesh, AbstractMesh):
-        raise NoMeshError(
+        raise errors.NoMeshError(
             f"load_safetensors: the mesh ({describe(mesh)}) is abstract and has no devices",
             fix="pass a jax.sharding.Mesh",
         )
@@ -161,9 +145,9 @@ def _kind(dtype: Any) -> type[np.generic] | None:
 def _check_paths(dtypes: DTypes, paths: Sequence[str]) -> None:
     unknown = [path for path in dtypes if path not in paths] if isinstance(dtypes, Mapping) else []
     if unknown:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"dtype= names {len(unknown)} {'leaf' if len(unknown) == 1 else 'leaves'} that the tree does not have",
-            [f"{at(path)}{did_you_mean(path, paths)}" for path in unknown],
+            [f"{errors.at(path)}{errors.did_you_mean(path, paths)}" for path in unknown],
             fix="use the leaf paths that ns.explain(tree) prints",
         )
 
@@ -219,9 +203,9 @@ def _find_mismatches(
     leaf: Leaf, tensors: Sequence[Tensor], found: Mapping[str, TensorInfo], spare: Sequence[str], note: str
 ) -> list[str]:
     """What keeps a leaf from being loaded: tensors that are absent or of another shape, elements in no tensor."""
-    where = at(leaf.path)
+    where = errors.at(leaf.path)
     absent = [tensor.name for tensor in tensors if tensor.name not in found]
-    lines = [f"{where}: no tensor {name!r}{did_you_mean(name, spare)}{note}" for name in absent]
+    lines = [f"{where}: no tensor {name!r}{errors.did_you_mean(name, spare)}{note}" for name in absent]
     if not hold_leaf(tensors, leaf.path, leaf.value.shape):
         lines.append(f"{where}: its module's state dict does not hold it{note}")
     for tensor in tensors:
@@ -243,8 +227,8 @@ def resolve_targets(like: PyTree, found: Mapping[str, TensorInfo], path: str, op
     spare = [name for name in found if name not in used]
     origins = _match(arrays, tensors, found, spare, path, options)
     if options.unexpected == "warn" and spare:
-        warn_user(
-            message(
+        errors.warn_user(
+            errors.message(
                 f"{path}: {len(spare)} of {len(found)} tensors are for no leaf of the tree",
                 spare,
                 fix='pass unexpected="ignore" if that is meant',
@@ -278,7 +262,7 @@ def _match(
         lines += [f"tensor {name!r} is for no leaf" for name in spare]
     if lines:
         or_keep = "" if options.missing == "keep" else ', or pass missing="keep" for leaves to be left as they are'
-        raise MissingTensorError(
+        raise errors.MissingTensorError(
             f"{path} and the tree do not go together: {len(found)} tensors, {len(arrays)} leaves",
             lines,
             fix="correct names= (leaf path to tensor name), or the tree's shapes" + or_keep,
@@ -302,14 +286,14 @@ def _convert(
         resolved = {origin.info.dtype: _resolve_conversion(leaf, origin.info.dtype, options) for origin in mine}
         for origin in mine:
             if refusal := resolved[origin.info.dtype].refusal:
-                lines.append(f"{at(leaf.path)}: tensor {origin.name!r}: {refusal}")
+                lines.append(f"{errors.at(leaf.path)}: tensor {origin.name!r}: {refusal}")
         # A leaf without elements may have no origin.
         dtype = next(iter(resolved.values())).dtype if mine else jax.dtypes.canonicalize_dtype(leaf.value.dtype)
         check = any(c.check for c in resolved.values())
         out.append(Target(i, leaf.path, tuple(leaf.value.shape), dtype, sharding, tuple(mine), check))
     if lines:
-        raise NarrowingError(
-            f"{count_of(len(lines), len(out))} cannot take the checkpoint's dtypes",
+        raise errors.NarrowingError(
+            f"{errors.count_of(len(lines), len(out))} cannot take the checkpoint's dtypes",
             lines,
             fix='say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types',
         )

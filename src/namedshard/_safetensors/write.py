@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,7 @@ import numpy as np
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError
 from namedshard._place import boxes, exchange, local
 from namedshard._place import transfer as collective
-from namedshard._processes.coordination import (
-    ProcessFailed,
-    Rounds,
-    exchange_error,
-    exchange_failure,
-    first_line,
-    guard_exchange,
-)
+from namedshard._processes import coordination
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
 from namedshard._safetensors.layout import Part, boxes_in, leaf_bounds, leaf_view
@@ -41,7 +34,7 @@ class Failures:
         placed: Whether the new checkpoint is in place; None before a round fails, and if it isn't known then.
     """
 
-    def __init__(self, rounds: Rounds, what: str) -> None:
+    def __init__(self, rounds: coordination.Rounds, what: str) -> None:
         self.rounds = rounds
         self.broken = False
         self.placed: bool | None = None
@@ -82,12 +75,12 @@ class Failures:
             if not failed:
                 return found
             self.placed = found[0].get("placed", False)
-        except (ProcessFailed, ExchangeError) as error:
+        except (coordination.ProcessFailed, ExchangeError) as error:
             self.placed = None if "placed" in message else False
-            if self._first is None and exchange_failure():
+            if self._first is None and coordination.exchange_failure():
                 headline = f"{self._what} is not saved: an exchange of arrays between processes broke off"
-                raise exchange_error(headline + self._before()) from error
-            failed = [(error.process, {"error": error.reason})] if isinstance(error, ProcessFailed) else []
+                raise coordination.exchange_error(headline + self._before()) from error
+            failed = [(error.process, {"error": error.reason})] if isinstance(error, coordination.ProcessFailed) else []
         # Every process raises now, so none starts an exchange.
         self.rounds.exchanging = False
         if self._first is None:
@@ -104,7 +97,7 @@ class Failures:
             return {"error": str(getattr(self._first, "strerror", None) or self._first), "of_writing": True}
         # A plain one is about all processes alike.
         whole = {"text": str(self._first)} if type(self._first) is CheckpointError else {}
-        return {"error": first_line(self._first)} | whole
+        return {"error": coordination.first_line(self._first)} | whole
 
     def _error(self, process: int, report: Mapping[str, Any]) -> CheckpointError:
         """The error for the failure of a process."""
@@ -126,48 +119,45 @@ class Failures:
         return "; it has replaced what was there before" if self.placed else "; what was there before is untouched"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostShards:
-    """A leaf, or some of it, as shards that this process can read: bounds in the leaf, and data."""
-
-    dtype: np.dtype[Any]
-    shards: Mapping[Bounds, Any]
-
-    def read(self, part: Part, box: Bounds) -> np.ndarray:
-        """The elements of a box of a part, in its atoms' order; a view of a shard that has them all."""
-        out: np.ndarray | None = None
-        for bounds, data in self.shards.items():
-            for held in boxes_in(part, bounds):
-                shared = boxes.overlap(held, box)
-                if shared is None:
-                    continue
-                region = leaf_bounds(part, shared)
-                view = leaf_view(part, shared, local.read_box(data, bounds, region), [lo for lo, _ in region])
-                if shared == box:
-                    return view
-                if out is None:
-                    out = np.empty(boxes.shape_of(box), self.dtype)
-                out[boxes.local_slices(shared, box)] = view
-        assert out is not None
-        return out
+Shards: TypeAlias = dict[Bounds, Any]
+"""A leaf, or some of it, as shards that this process can read: bounds in the leaf, and data."""
 
 
-def _shards_here(value: Any) -> HostShards:
+def _read_shards(shards: Shards, part: Part, box: Bounds) -> np.ndarray:
+    """The elements of a box of a part, in its atoms' order; a view of a shard that has them all."""
+    out: np.ndarray | None = None
+    for bounds, data in shards.items():
+        for held in boxes_in(part, bounds):
+            shared = boxes.overlap(held, box)
+            if shared is None:
+                continue
+            region = leaf_bounds(part, shared)
+            view = leaf_view(part, shared, local.read_box(data, bounds, region), [lo for lo, _ in region])
+            if shared == box:
+                return view
+            if out is None:
+                out = np.empty(boxes.shape_of(box), data.dtype)
+            out[boxes.local_slices(shared, box)] = view
+    assert out is not None
+    return out
+
+
+def _shards_here(value: Any) -> Shards:
     """The distinct shards of a leaf that this process has."""
     if isinstance(value, jax.Array):
-        held = {boxes.bounds_of(shard.index, value.shape): shard.data for shard in value.addressable_shards}
-        return HostShards(value.dtype, held)
+        return {boxes.bounds_of(shard.index, value.shape): shard.data for shard in value.addressable_shards}
     array = np.asarray(value)
-    return HostShards(array.dtype, {boxes.whole(array.shape): array})
+    return {boxes.whole(array.shape): array}
 
 
-def _gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> HostShards | None:
-    """A region of a shared array on one process; None on the others. A collective."""
+def _gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> Shards:
+    """A region of a shared array on one process; nothing on the others. A collective."""
     device = next(d for d in jax.devices() if d.process_index == owner)
-    mine = owner == jax.process_index()
-    buffers = {region: np.empty(boxes.shape_of(region), value.dtype)} if mine else {}
+    buffers: Shards = {}
+    if owner == jax.process_index():
+        buffers[region] = np.empty(boxes.shape_of(region), value.dtype)
     collective.exchange([value], [exchange.layout({device: region}, value.ndim)], [buffers], budget)
-    return HostShards(value.dtype, buffers) if mine else None
+    return buffers
 
 
 def _check_fits(tensor: Outgoing, data: np.ndarray) -> None:
@@ -197,11 +187,8 @@ def _as_stored(tensor: Outgoing, data: np.ndarray) -> np.ndarray:
 class FileWriter:
     """Writes files together with the other processes.
 
-    Attributes:
-        budget: Bytes of host memory for what is gathered and converted.
-        shared: Ids of the values that it takes all processes to get at.
-        failures: What goes wrong here, which ends the writing, but not this process's part in exchanges of arrays.
-        partials: The files written so far.
+    ``shared`` are the ids of the values that it takes all processes to get at. A failure here ends the writing, but not
+    this process's part in exchanges of arrays.
     """
 
     directory: str
@@ -225,7 +212,7 @@ class FileWriter:
                 partial.write(0, memoryview(head))
         together = self.exchanged(file)
         # The others wait in an exchange for one that does not come to it.
-        with self.failures.caught(exchange=together), guard_exchange(together):
+        with self.failures.caught(exchange=together), coordination.guard_exchange(together):
             self._write_tensors(file, partial, len(head))
         if partial is not None and not self.failures:
             with self.failures.caught(of_writing=True):
@@ -259,7 +246,7 @@ class FileWriter:
                         if self.failures.broken:
                             return
                         gathered = _gather_region(value, leaf_bounds(part, chunk.box), file.owner, self.budget // 4)
-                        if gathered is not None:
+                        if gathered:
                             write(gathered, [chunk])
                 at += tensor.nbytes
 
@@ -276,7 +263,7 @@ class FileWriter:
         if partial is None or self.failures:
             return
         with self.failures.caught():
-            held = value if isinstance(value, HostShards) else _shards_here(value)
+            held = value if isinstance(value, dict) else _shards_here(value)
             pending = [pool.submit(self._write_chunk, partial, tensor, part, held, chunk) for chunk in found]
             for future in pending:
                 with self.failures.caught(of_writing=True):
@@ -286,10 +273,10 @@ class FileWriter:
                 # Whatever it raises is the caller's own, also where it looks like a file's.
                 self.advance(count)
 
-    def _write_chunk(self, file: PartialFile, tensor: Outgoing, part: Part, shards: HostShards, chunk: Chunk) -> int:
+    def _write_chunk(self, file: PartialFile, tensor: Outgoing, part: Part, shards: Shards, chunk: Chunk) -> int:
         if self.failures:
             return 0
-        data = memoryview(_as_stored(tensor, shards.read(part, chunk.box)).reshape(-1).view(np.uint8))
+        data = memoryview(_as_stored(tensor, _read_shards(shards, part, chunk.box)).reshape(-1).view(np.uint8))
         for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):
             file.write(offset, data[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
         return data.nbytes
