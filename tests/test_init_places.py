@@ -407,6 +407,12 @@ def test_lowered_and_compiled(on: Mesh) -> None:
     )
 
 
+def test_a_partial_application_lowered() -> None:
+    fn = functools.partial(lambda scale, key: hax.random.normal(key, (Embed, Mlp)) * scale, 0.02)
+    compiled = ns.lower_init(fn, jr.PRNGKey(0), mapping=MAPPING, mesh=M42).compile()
+    assert bits(compiled(jr.PRNGKey(0)).array) == wanted()
+
+
 def test_lowering_without_devices() -> None:
     pod = AbstractMesh((4, 2), ("data", "model"))
     with pytest.raises(ns.NoMeshError) as caught:

@@ -1,7 +1,6 @@
 """`init`: creates a model already sharded, compiling each distinct initializer once."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, overload
@@ -14,7 +13,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
 from namedshard._errors import NoMeshError, message
 from namedshard._init.programs import finish, submit
-from namedshard._init.run import ProgramReport, Recipe, Run, make_recipe, move, temporary_bytes
+from namedshard._init.run import ProgramReport, Recipe, Run, bytes_per_device, make_recipe, move, temporary_bytes
 from namedshard._init.trace import Request, mesh_of, trace
 from namedshard._place.shard import check_memory_kind, shard
 from namedshard._plan.leaves import named_leaves
@@ -249,14 +248,13 @@ def _eager(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None,
 
 def _measured(tree: PyTree, started: float) -> InitReport:
     leaves = [x for x in jax.tree_util.tree_leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
-    whole = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
-    on_device = 0
-    for x, size in zip(leaves, whole, strict=True):
-        sharding = None if isinstance(x, Tracer) else x.sharding
-        if isinstance(sharding, NamedSharding) and size:
-            size = size * math.prod(sharding.shard_shape(x.shape)) // math.prod(x.shape)
-        on_device += size
-    return InitReport(len(leaves), sum(whole), on_device, total_seconds=time.perf_counter() - started)
+    shardings = [None if isinstance(x, Tracer) else x.sharding for x in leaves]
+    return InitReport(
+        len(leaves),
+        bytes_per_device(leaves, [None] * len(leaves)),
+        bytes_per_device(leaves, shardings),
+        total_seconds=time.perf_counter() - started,
+    )
 
 
 # --- compiled ahead of time -------------------------------------------------------------------------------------------
@@ -269,9 +267,9 @@ class CompiledInit:
         programs: The distinct programs, without those that derive keys.
     """
 
-    def __init__(self, request: Request, recipe: Recipe, programs: dict[Hashable, jax.stages.Compiled]):
+    def __init__(self, fn: Callable[..., Any], request: Request, recipe: Recipe, programs: dict[Hashable, Any]):
         self.programs: tuple[jax.stages.Compiled, ...] = tuple(programs.values())
-        self._fn = request.function
+        self._fn = fn
         self._types = request.types()
         self._recipe = recipe
         self._by_key = programs
@@ -302,16 +300,16 @@ class CompiledInit:
 class LoweredInit:
     """A lowered `init`; `compile` compiles its distinct programs side by side."""
 
-    def __init__(self, request: Request, recipe: Recipe):
+    def __init__(self, fn: Callable[..., Any], request: Request, recipe: Recipe):
+        self._fn = fn
         self._request = request
         self._recipe = recipe
         self._lowered = {key: recipe.lower(batch) for key, batch in recipe.distinct().items()}
 
     def compile(self) -> CompiledInit:
         """Compiles the programs, for the mesh's devices, whether or not they're attached."""
-        return CompiledInit(
-            self._request, self._recipe, finish({key: submit(one) for key, one in self._lowered.items()})
-        )
+        programs = finish({key: submit(one) for key, one in self._lowered.items()})
+        return CompiledInit(self._fn, self._request, self._recipe, programs)
 
 
 def lower_init(
@@ -361,4 +359,4 @@ def lower_init(
         raise NoMeshError("lower_init: an AbstractMesh has no devices to compile for", fix=fix)
     if where is not None and memory_kind is not None:
         check_memory_kind(where, memory_kind)
-    return LoweredInit(request, make_recipe(request, found, where, memory_kind, in_batches=False))
+    return LoweredInit(fn, request, make_recipe(request, found, where, memory_kind, in_batches=False))

@@ -181,8 +181,7 @@ def _step(
     """
     avals = [graph.avals[v] for v in tail.results]
     short = on_cpu and tail.approximates and any(map(_has_short_rows, avals, targets))
-    size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-    whole = short and size <= _SMALL_BYTES
+    whole = short and bytes_per_device(avals, [None] * len(avals)) <= _SMALL_BYTES
     manual = any(is_manual(op.eqn) for op in tail.ops)
     shardings = tuple(
         NamedSharding(want.mesh, PartitionSpec() if whole and _is_split(want, aval) else want.spec)
@@ -196,7 +195,7 @@ def _step(
     plain = not any(compat.is_key_array(aval) or aval.weak_type for aval in avals)
     alone = manual or not tail.inputs or any(_is_array(ref, keys) for ref in tail.inputs)
     effects = any(op.eqn.effects for op in tail.ops)
-    fits = _AT_ONCE * _bytes_per_device(avals, shardings) <= _SMALL_BYTES
+    fits = _AT_ONCE * bytes_per_device(avals, shardings) <= _SMALL_BYTES
     return Step(tail, shardings, at, inexact, on_cpu and plain and fits and not alone and not effects)
 
 
@@ -257,7 +256,8 @@ def _has_short_rows(aval: Any, want: Any) -> bool:
     return min(*cut, shard[-1]) < _SHORT_ROW
 
 
-def _bytes_per_device(avals: Sequence[Any], shardings: Sequence[Any]) -> int:
+def bytes_per_device(avals: Sequence[Any], shardings: Sequence[Any]) -> int:
+    """Bytes of arrays of these types on each device, whole where there is no sharding."""
     shapes = [s.shard_shape(aval.shape) if s else aval.shape for aval, s in zip(avals, shardings, strict=True)]
     return sum(math.prod(shape) * aval.dtype.itemsize for shape, aval in zip(shapes, avals, strict=True))
 
@@ -347,7 +347,7 @@ class Run:
         for key, batch in recipe.distinct().items():
             compiled, seconds = pending[key].result()
             tail, shardings = batch.steps[0].tail, batch.steps[0].shardings
-            size = _bytes_per_device([recipe.graph.avals[v] for v in tail.results], shardings)
+            size = bytes_per_device([recipe.graph.avals[v] for v in tail.results], shardings)
             seconds = seconds if key in fresh else 0.0
             inexact = batch.steps[0].inexact
             out.append(ProgramReport(tail.name, calls[key], seconds, size, temporary_bytes(compiled), inexact))

@@ -385,21 +385,6 @@ def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Seq
     )
 
 
-class _Same:
-    """Equal only to a wrapper of the same object, which it keeps alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def _literal_key(literal: Literal) -> Hashable:
     """The type and bits of a literal."""
     content = np.asarray(literal.val)
@@ -434,9 +419,9 @@ def freeze_op(eqn: JaxprEqn) -> Hashable:
 
 
 def _freeze(value: Any) -> Hashable:
-    """Jaxprs are compared by what they do, what can't be hashed by identity."""
+    """Jaxprs are compared by what they do. What can't be hashed, or is closed over, equals nothing."""
     if isinstance(value, ClosedJaxpr):
-        return _freeze_jaxpr(value.jaxpr), tuple(map(_Same, value.consts))
+        return _freeze_jaxpr(value.jaxpr), tuple(object() for _ in value.consts)
     if isinstance(value, Jaxpr):
         return _freeze_jaxpr(value)
     if isinstance(value, tuple | list):
@@ -450,5 +435,5 @@ def _freeze(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return object()
     return type(value), value

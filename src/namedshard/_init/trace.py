@@ -50,11 +50,6 @@ class Request:
         """The inputs."""
         return [self.leaves[i] for i in self.dynamic]
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function."""
-        return jax.tree_util.tree_unflatten(self.treedef, self.leaves)[0]
-
     def run(self, arrays: Sequence[Any]) -> PyTree:
         """Calls the function with these inputs."""
         leaves = list(self.leaves)
