@@ -6,6 +6,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -156,9 +157,14 @@ def test_initialisers_that_use_explicit_axes(name: str, exact: bool) -> None:
         )
     assert wanted.sharding.spec == SPEC
     assert_exactly(plain, E42, SPEC)
-    assert bits(plain) == bits(wanted)
     assert_exactly(named, E42, P("model", None))
-    assert bits(named.array) == bits(wanted_twice)
+    if jax.__version_info__ < (0, 11) and not exact and name in ("arithmetic", "shard_map"):
+        # XLA merged products with two numbers then, unless a reshard, which init drops, stood between them.
+        np.testing.assert_allclose(plain, wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(named.array, wanted_twice, rtol=1e-6, atol=1e-6)
+    else:
+        assert bits(plain) == bits(wanted)
+        assert bits(named.array) == bits(wanted_twice)
 
 
 def test_the_error_is_that_of_the_mesh_in_force() -> None:
