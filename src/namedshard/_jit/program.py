@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from namedshard import _jaxcompat as compat
 from namedshard._errors import OffloadError, count_of, message, warn_user
 from namedshard._jit.arguments import Arguments
+from namedshard._jit.signature import Held
 from namedshard._jit.transfers import check_transfers
 from namedshard._jit.unflatten import Builder, filled, unflattener
 from namedshard._place.shard import place_leaves
@@ -81,11 +82,14 @@ class Program:
         donated: Sequence[bool],
         mappings: tuple[AxisMapping | None, AxisMapping | None],
         mesh: MeshLike | None,
+        held: Held | None,
     ):
         """``donated`` has an entry for each leaf; the mappings are those for the function's body and its results."""
         arrays = [leaf.value for leaf in arguments.arrays]
         self.name = function.name
         self.treedef = arguments.treedef
+        # The structure's `held_numbers`.
+        self.held = held
         self.names = tuple(leaf.path for leaf in arguments.leaves)
         self.statics = arguments.statics
         # The numbers of the argument leaves that are passed; None means all of them.

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from namedshard._cache import BoundedCache
 from namedshard._jit.program import Function, Program
+from namedshard._jit.signature import Held
 from namedshard._plan.mapping import AxisMapping
 
 MAX_CALLS = 4096
@@ -65,8 +66,8 @@ class CallPlan:
     # Arguments to place first, and those of them that are mismatches.
     moves: tuple[tuple[int, NamedSharding], ...]
     reshards: tuple[int, ...]
-    # The structure's `held_numbers`.
-    held: tuple[list[Any], Hashable] | None
+    # The program's.
+    held: Held | None
     has_run: bool = False
     # Consecutive calls that moved ``reshards``, and the number of the last run.
     streak: int = 0
