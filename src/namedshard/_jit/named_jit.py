@@ -25,7 +25,15 @@ from namedshard._jit.signature import (
     static_key,
 )
 from namedshard._jit.stages import Lowered
-from namedshard._jit.store import CallPlan, OnMismatch, Options, Report, store_of_function, store_of_structure
+from namedshard._jit.store import (
+    CallPlan,
+    OnMismatch,
+    Options,
+    Report,
+    make_importable,
+    store_of_function,
+    store_of_structure,
+)
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
@@ -50,6 +58,10 @@ class NamedJit:
         self._store = store_of_function(fn, options) if holder is None else store_of_structure(fn, holder, options)
         self._function = self._store.function
         self._name = self._function.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make_importable(self, self._fn)
+        return NamedJit, (self._fn, self._options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _BoundNamedJit(self, instance)
@@ -304,6 +316,9 @@ class _BoundNamedJit:
         self.__func__ = self.__wrapped__ = jitted
         self.__self__ = instance
         self.report = jitted.report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BoundNamedJit, (self.__func__, self.__self__)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)

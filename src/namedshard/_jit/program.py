@@ -27,6 +27,9 @@ from namedshard._plan.mesh import MeshLike, manual_axes, resolve_mesh
 from namedshard._plan.plan import plan_leaves
 from namedshard._types import PyTreeDef, Tracer
 
+WRAPPED = ".__wrapped__"
+"""Ends the qualified name of a decorated function that was pickled; see `make_importable`."""
+
 
 class Function:
     """The user's function, for programs that don't keep it alive. Counts what was done with it, and warns of it.
@@ -39,7 +42,8 @@ class Function:
     ):
         named = fn.func if isinstance(fn, functools.partial) else fn
         plain = inspect.unwrap(named)
-        self.name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        self.name = name.removesuffix(WRAPPED)
         # Its code object, which JAX's messages name it by.
         self.code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
         self.get = get

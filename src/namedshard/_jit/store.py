@@ -3,6 +3,8 @@
 import collections
 import contextlib
 import dataclasses
+import operator
+import sys
 import threading
 import types
 import weakref
@@ -13,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from namedshard._cache import BoundedCache
-from namedshard._jit.program import Function, Program
+from namedshard._jit.program import WRAPPED, Function, Program
 from namedshard._jit.signature import Held
 from namedshard._plan.mapping import AxisMapping
 
@@ -125,3 +127,17 @@ def store_of_structure(fn: Callable[..., Any], holder: Any, options: Options) ->
     """One store for functions that hold arrays and have one structure; the 256 most recently used are kept."""
     store = Store(Function(fn, None, dict(options.jit_kwargs)))
     return _by_structure.put((jax.tree_util.tree_structure(holder), options), store)
+
+
+def make_importable(wrapper: Any, fn: Callable[..., Any]) -> None:
+    """Let pickle find a decorated function, whose name leads to its wrapper: it's the ``__wrapped__`` of that.
+
+    The wrapper could be pickled by its own name, but then cloudpickle couldn't send one that is defined in a script.
+    """
+    name = getattr(fn, "__qualname__", "")
+    try:
+        found = operator.attrgetter(name)(sys.modules[fn.__module__])
+    except (AttributeError, KeyError):
+        return
+    if found is wrapper and isinstance(fn, types.FunctionType):
+        fn.__qualname__ = name + WRAPPED
