@@ -65,11 +65,11 @@ def _argument_leaves(
         if isinstance(holder, jax.tree_util.Partial):
             named += _argument_leaves(holder.func, (), holder.args, holder.keywords)
         else:
-            named += _leaves_under("fn", holder)
+            named += leaves_under("fn", holder)
     for name, value in zip(_positional_names(fn, len(args)), args, strict=True):
-        named += _leaves_under(name, value)
+        named += leaves_under(name, value)
     for name in sorted(kwargs):
-        named += _leaves_under(name if name.isidentifier() else f"kwargs[{name!r}]", kwargs[name])
+        named += leaves_under(name if name.isidentifier() else f"kwargs[{name!r}]", kwargs[name])
     return named
 
 
@@ -92,7 +92,9 @@ def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names[:count]
 
 
-def _leaves_under(name: str, tree: Any) -> list[Leaf]:
+def leaves_under(name: str, tree: Any) -> list[Leaf]:
+    """The leaves of a tree that a name stands for, with it in their paths."""
+
     def join(path: str) -> str:
         return name + path if not path or path.startswith("[") else f"{name}.{path}"
 

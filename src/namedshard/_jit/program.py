@@ -18,7 +18,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import OffloadError, count_of, message, warn_user
 from namedshard._jit.arguments import Arguments
 from namedshard._jit.signature import Held
-from namedshard._jit.transfers import check_transfers
+from namedshard._jit.transfers import check_closed_over, check_constraints, check_transfers
 from namedshard._jit.unflatten import Builder, filled, unflattener
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf, named_leaves
@@ -148,7 +148,10 @@ class Program:
             if self.jitted is not None:
                 return
             jaxpr = jax.jit(self._flat).trace(*values).jaxpr
+            get = self._function.get
+            check_closed_over(self.name, get and get(), jaxpr.consts)
             warning = check_transfers(self.name, jaxpr.jaxpr, values, self.mesh)
+            check_constraints(self.name, jaxpr.jaxpr, values, self.mesh, [o.path for o in self.outputs])
             # `out_shardings` are known only now. JAX shares the trace.
             asked = {} if all(s is None for s in self._out_shardings) else {"out_shardings": self._out_shardings}
             donate = tuple(n for n in self.donate if n not in self.delete_after)
