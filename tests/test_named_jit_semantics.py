@@ -666,6 +666,29 @@ def test_wrapping_again_compiles_nothing_again() -> None:
     assert again.report().traces == 1
 
 
+def test_wrappers_of_one_function_have_reports_of_their_own() -> None:
+    def step(x, n=1):
+        return x + n
+
+    first, second = ns.named_jit(step), ns.named_jit(step)
+    for _ in range(3):
+        first(jnp.ones(3))
+    assert first.report() == ns.Report(3, 1, 1, 0, 0)
+    assert second.report() == ns.Report(0, 0, 0, 0, 0)
+    # It uses the other's program.
+    for _ in range(2):
+        second(jnp.ones(3))
+    assert second.report() == ns.Report(2, 1, 1, 0, 0)
+    second(jnp.ones(4))
+    assert (first.report(), second.report()) == (ns.Report(3, 1, 1, 0, 0), ns.Report(3, 2, 2, 0, 0))
+    moving = [ns.named_jit(step, on_mismatch="reshard", in_axis_resources={"a": "data"}) for _ in range(2)]
+    with jax.set_mesh(M8):
+        x = ns.shard(na(counting(8), "a"), {"a": None})
+        moving[0](x)
+    assert [fn.report().reshards for fn in moving] == [1, 0]
+    assert [fn.report().bytes_moved for fn in moving] == [32, 0]
+
+
 @pytest.mark.parametrize("make", [lambda t: lambda x: x * t.factor, lambda t: t.plain], ids=["closure", "method"])
 def test_a_function_is_not_kept_alive(make: Callable[[Trainer], Any]) -> None:
     trainer = Trainer()

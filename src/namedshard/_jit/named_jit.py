@@ -15,7 +15,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes
 from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
-from namedshard._jit.program import Program
+from namedshard._jit.program import Counts, Program
 from namedshard._jit.signature import (
     check_hashable,
     differing_numbers,
@@ -58,6 +58,10 @@ class NamedJit:
         self._store = store_of_function(fn, options) if holder is None else store_of_structure(fn, holder, options)
         self._function = self._store.function
         self._name = self._function.name
+        # For its report: what others with the same store have done isn't its own.
+        self._used: set[Counts] = set()
+        self._calls = self._reshards = self._bytes_moved = 0
+        self._last: tuple[Any, CallPlan | None] = (None, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make_importable(self, self._fn)
@@ -92,6 +96,7 @@ class NamedJit:
             check_not_deleted(program, arrays, call.concrete)
             raise
         store.runs = call.used = store.runs + 1
+        self._calls += 1
         return program.finish(arrays, out) if program.empty or program.delete_after else program.build(out)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
@@ -101,7 +106,7 @@ class NamedJit:
         given = self._options.axis_resources
         mapping = current_mapping() if given is None else given
         context = compat.trace_key()
-        seen, call = store.last
+        seen, call = self._last
         now, same = None, False
         try:
             now = compat.placements(leaves), mapping, context, treedef
@@ -129,7 +134,8 @@ class NamedJit:
             assert key is not None
             call = self._plan(treedef, key, args, kwargs)
         if key is not None:
-            store.last = now, call
+            self._last = now, call
+            self._used.add(call.program.counts)
         return call, leaves
 
     def _plan(
@@ -246,8 +252,8 @@ class NamedJit:
         placed = place_leaves(paths, arrays, call.moves, call.program.donate)
         if call.reshards:
             moved = sum(arrays[n].nbytes for n in call.reshards)
-            self._function.reshards += len(call.reshards)
-            self._function.bytes_moved += moved
+            self._reshards += len(call.reshards)
+            self._bytes_moved += moved
             call.streak = call.streak + 1 if call.used == store.runs else 1
             if call.streak == 3:
                 self._function.warn(
@@ -305,8 +311,8 @@ class NamedJit:
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
-        done = self._function
-        return Report(self._store.runs, done.traces, done.compiles, done.reshards, done.bytes_moved)
+        traces, compiles = (sum(getattr(c, kind) for c in self._used) for kind in ("traces", "compiles"))
+        return Report(self._calls, traces, compiles, self._reshards, self._bytes_moved)
 
 
 class _BoundNamedJit:

@@ -28,12 +28,12 @@ OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What a compiled function has done so far.
+    """What a compiled function has done so far; wrappers of one function share programs, but not this.
 
     Attributes:
         calls: Calls that ran.
-        traces: Runs of the function's Python body.
-        compiles: Executables made.
+        traces: Runs of the function's Python body for the programs that it used.
+        compiles: Executables made of these.
         reshards: Arguments moved by ``on_mismatch="reshard"``.
         bytes_moved: Bytes of these.
     """
@@ -83,7 +83,6 @@ class Store:
         self.function = function
         self.programs: dict[Hashable, Program] = {}
         self.calls: dict[Hashable, CallPlan] = {}
-        self.last: tuple[Any, CallPlan | None] = (None, None)
         self.lock = threading.RLock()
         self.numbers_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
         self.runs = 0

@@ -1,4 +1,4 @@
-"""PURE. Transfers in traced code that the compiler will ignore, found in the jaxpr."""
+"""PURE. What a jaxpr tells before it runs: transfers and constraints that can't be done, constants, updated inputs."""
 
 import contextlib
 import inspect
@@ -191,3 +191,29 @@ def _has_auto_entries(target: NamedSharding) -> bool:
     types = dict(zip(target.mesh.axis_names, target.mesh.axis_types, strict=True))
     named = (types.get(n) for e in target.spec for n in ((e,) if isinstance(e, str) else (e or ())))
     return AxisType.Auto in named or set(types.values()) <= {AxisType.Auto}
+
+
+# What mixes the elements of its operands: the result isn't a new version of one of them.
+_MIXING = ("conv_general_dilated", "dot_general", "gather", "ragged_dot_general", "rev", "sort", "transpose")
+
+
+def elementwise_sources(jaxpr: Any) -> list[frozenset[int]]:
+    """For each output of a jaxpr, the numbers of the inputs of its shape that it's computed from element by element."""
+    sources = {v: frozenset([n]) for n, v in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> frozenset[int]:
+        # Literals are operands too, and some of them cannot be hashed.
+        return frozenset() if hasattr(atom, "val") else sources.get(atom, frozenset())
+
+    for eqn in jaxpr.eqns:
+        inner = compat.called(eqn)
+        if inner is not None:
+            through = elementwise_sources(getattr(inner, "jaxpr", inner))
+            found = [frozenset[int]().union(*(of(eqn.invars[i]) for i in numbers)) for numbers in through]
+        else:
+            passed = [] if eqn.primitive.name in _MIXING else eqn.invars
+            found = [
+                frozenset[int]().union(*(of(v) for v in passed if v.aval.shape == o.aval.shape)) for o in eqn.outvars
+            ]
+        sources |= zip(eqn.outvars, found, strict=True)
+    return [of(v) for v in jaxpr.outvars]
