@@ -10,16 +10,13 @@ from jax.sharding import Sharding
 
 from namedshard._types import Bounds, Device
 
-_SMALL_BYTES = 1 << 15
-"""Below this, copying memory takes less time than aligning it."""
-
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Host memory, aligned (unless it is small) so that a CPU device takes it over instead of copying it."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < _SMALL_BYTES:
-        return np.empty(shape, dtype)
-    raw = np.empty(size + 64, np.uint8)
+    """Host memory, aligned so that a CPU device takes it over.
+
+    A copy would be a task of its own, which can wait forever behind collectives that occupy all of XLA's threads.
+    """
+    raw = np.empty(math.prod(shape) * np.dtype(dtype).itemsize + 64, np.uint8)
     return np.ndarray(shape, dtype, raw, -raw.__array_interface__["data"][0] % 64)
 
 
