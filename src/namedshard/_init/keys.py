@@ -55,6 +55,11 @@ def data_struct(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(compat.key_data_shape(aval), np.uint32) if compat.is_key_array(aval) else aval
 
 
+def from_data(data: Any, aval: Any) -> Any:
+    """The array, or the array of keys with this data."""
+    return jax.random.wrap_key_data(data, impl=compat.key_impl(aval)) if compat.is_key_array(aval) else data
+
+
 def host_data(value: Any) -> np.ndarray:
     """An array that this process can read, or the data of keys, as numpy."""
     if isinstance(value, jax.Array) and compat.is_key_array(value):
@@ -69,11 +74,7 @@ def _loop(eqn: JaxprEqn, avals: Sequence[Any]) -> Callable[..., Any]:
     """An operation in a loop over the first dimension of its inputs. Batching changes what some generators draw."""
 
     def once(data: Sequence[Any]) -> list[Any]:
-        values = [
-            jax.random.wrap_key_data(x, impl=compat.key_impl(aval)) if compat.is_key_array(aval) else x
-            for x, aval in zip(data[1:], avals, strict=True)
-        ]
-        results = compat.run_equation(eqn, values)
+        results = compat.run_equation(eqn, list(map(from_data, data[1:], avals)))
         return [jax.random.key_data(x) if compat.is_key_array(x) else x for x in results]
 
     def init_keys(*inputs: Any) -> Any:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
+from namedshard._init.keys import from_data
 from namedshard._init.tails import Graph, Op, Tail, flatten, is_manual, placed_by
 from namedshard._init.trace import struct_of
 from namedshard._plan.mesh import MeshLike
@@ -76,9 +77,7 @@ def function_of(tail: Tail, graph: Graph, small: Container[int], mesh: MeshLike 
     def program(*inputs: Any) -> tuple[Any, ...]:
         values: dict[int, Any] = {}
         for n, (x, ref) in enumerate(zip(inputs, tail.inputs, strict=True)):
-            aval = graph.aval(ref)
-            is_data = isinstance(ref, int) and ref in small and compat.is_key_array(aval)
-            values[-1 - n] = jax.random.wrap_key_data(x, impl=compat.key_impl(aval)) if is_data else x
+            values[-1 - n] = from_data(x, graph.aval(ref)) if isinstance(ref, int) and ref in small else x
         _run_ops(tail.ops, values, mesh)
         return tuple(as_typed(values[v], graph.avals[v]) for v in tail.results)
 
