@@ -172,14 +172,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; those of the process by default.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command line, with the process's own arguments by default; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Terminals that lack an arrow or a line get a question mark, not a traceback.
         sys.stdout.reconfigure(errors="replace")

@@ -3,11 +3,7 @@
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jax.core import Tracer as Tracer
-from jaxtyping import Array as Array
 from jaxtyping import PyTree as PyTree
-
-Shape: TypeAlias = tuple[int, ...]
-"""The size of each dimension."""
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """A box of an array: start and stop of each dimension."""

@@ -1,7 +1,7 @@
 """PURE. An explained plan as text, JSON and HTML.
 
-In text, columns are left out or folded between words until the table fits the
-width, and what needs a sentence (why a candidate lost, what is wrong) stands on a line of its own below its row.
+In text, columns are left out or folded between words until the table fits the width, and what needs a sentence (why a
+candidate lost, what is wrong) stands on a line of its own below its row.
 """
 
 import dataclasses
@@ -287,15 +287,11 @@ _BEFORE_PART = re.compile(r"(?<!\.)(?=\.(?!\.)|\[)")
 _AFTER_WORD = re.compile(r"(?<=[, ])(?! )")
 
 
-def _path_text(row: Row) -> str:
-    return at(row.path) + (f" ×{row.leaves}" if row.leaves > 1 else "")
-
-
 _WHOLE = ("leaf", "axes", "spec", "dtype", "size", "now", "route")
 _MERGED = ("leaf", "placed", "dtype", "size", "now", "route")
 # Title, cell and where the cell may be folded, of each column.
 _COLUMNS: dict[str, tuple[str, Callable[[Row], str], re.Pattern[str] | None]] = {
-    "leaf": ("leaf", _path_text, _BEFORE_PART),
+    "leaf": ("leaf", lambda row: at(row.path) + (f" ×{row.leaves}" if row.leaves > 1 else ""), _BEFORE_PART),
     "axes": ("axes", lambda row: axes_text(row.plan), _AFTER_WORD),
     "placed": ("axes", _placed_axes, _AFTER_WORD),
     "spec": ("spec", _wanted, _AFTER_WORD),

@@ -161,40 +161,23 @@ def init(
     started = time.perf_counter()
     request = Request.of(fn, args, kwargs)
     found, where = _mapping_and_mesh("init", request, mapping, mesh, memory_kind)
-    tracing = any(isinstance(x, Tracer) for x in request.arrays) or not compat.nothing_traced()
-    if tracing or jax.config.jax_disable_jit:
+    extra: Callable[[], dict[str, Any]] = dict
+    if any(isinstance(x, Tracer) for x in request.arrays) or not compat.nothing_traced() or jax.config.jax_disable_jit:
         tree = _traced(request, found, where, memory_kind)
-        return (tree, _measured(tree, started)) if report else tree
-    request.check()
-    refuse_compiled("init", request.arrays, where)
-    if isinstance(where, Mesh) and memory_kind is not None:
-        check_memory_kind(where, memory_kind)
-    if isinstance(where, AbstractMesh) or any(isinstance(x, jax.ShapeDtypeStruct) for x in request.arrays):
-        tree = _described(request, found, where, memory_kind)
-        return (tree, _measured(tree, started)) if report else tree
-    if exact:
-        tree = _eager(request, found, where, memory_kind)
-        measured = _measured(tree, started)
-        return (tree, dataclasses.replace(measured, local=measured.leaves)) if report else tree
-    recipe, new = _recipe_for(request, found, where, memory_kind)
-    traced_at = time.perf_counter()
-    compilations = recipe.compile()
-    fresh = {key for key, compilation in compilations.items() if not compilation.done()}
-    run = Run(recipe, request.arrays)
-    waited = time.perf_counter()
-    programs = finish(compilations)
-    compile_seconds = time.perf_counter() - waited
-    tree = jax.tree_util.tree_unflatten(recipe.traced.treedef, run.leaves(programs))
+    else:
+        request.check()
+        refuse_compiled("init", request.arrays, where)
+        if isinstance(where, Mesh) and memory_kind is not None:
+            check_memory_kind(where, memory_kind)
+        if isinstance(where, AbstractMesh) or any(isinstance(x, jax.ShapeDtypeStruct) for x in request.arrays):
+            tree = _described(request, found, where, memory_kind)
+        elif exact:
+            tree, extra = _eager(request, found, where, memory_kind)
+        else:
+            tree, extra = _compiled(request, found, where, memory_kind)
     if not report:
         return tree
-    return tree, dataclasses.replace(
-        _measured(tree, started),
-        programs=run.reports(compilations, fresh),
-        calls=sum(len(batch.steps) for batch in recipe.batches),
-        peak_temporary_bytes=max(map(temporary_bytes, programs.values()), default=0),
-        trace_seconds=traced_at - started if new else 0.0,
-        compile_seconds=compile_seconds + run.keys_seconds,
-    )
+    return tree, dataclasses.replace(_measured(tree, started), **extra())
 
 
 def _mapping_and_mesh(
@@ -219,6 +202,29 @@ def _traced(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None
     return shard(tree, mapping or AxisMapping(), mesh, memory_kind=memory_kind)
 
 
+def _compiled(
+    request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
+) -> tuple[PyTree, Callable[[], dict[str, Any]]]:
+    """Compiles and runs the programs; also returns a function for what only they can report."""
+    started = time.perf_counter()
+    recipe, new = _recipe_for(request, mapping, mesh, memory_kind)
+    trace_seconds = time.perf_counter() - started if new else 0.0
+    compilations = recipe.compile()
+    fresh = {key for key, compilation in compilations.items() if not compilation.done()}
+    run = Run(recipe, request.arrays)
+    waiting = time.perf_counter()
+    programs = finish(compilations)
+    compile_seconds = time.perf_counter() - waiting + run.keys_seconds
+    tree = jax.tree_util.tree_unflatten(recipe.traced.treedef, run.leaves(programs))
+    return tree, lambda: {
+        "programs": run.reports(compilations, fresh),
+        "calls": sum(len(batch.steps) for batch in recipe.batches),
+        "peak_temporary_bytes": max(map(temporary_bytes, programs.values()), default=0),
+        "trace_seconds": trace_seconds,
+        "compile_seconds": compile_seconds,
+    }
+
+
 def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
     traced = trace(request, mapping, mesh, memory_kind)
     leaves = [
@@ -230,7 +236,9 @@ def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | N
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)
 
 
-def _eager(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
+def _eager(
+    request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
+) -> tuple[PyTree, Callable[[], dict[str, Any]]]:
     """Runs the function eagerly, then moves its results one by one, each released once it is sharded."""
     traced = trace(request, mapping, mesh, memory_kind)
     leaves, treedef = jax.tree_util.tree_flatten(request.run(request.arrays))
@@ -243,7 +251,8 @@ def _eager(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None,
             # The original stays referenced as long as another leaf may be the same array.
             moved[id(x), want] = x, (x if want is None else move({0: (x, want)}, [output.path])[0])
         leaves[i] = moved[id(x), want][1]
-    return jax.tree_util.tree_unflatten(treedef, leaves)
+    local = sum(isinstance(x, jax.Array) for x in leaves)
+    return jax.tree_util.tree_unflatten(treedef, leaves), lambda: {"local": local}
 
 
 def _measured(tree: PyTree, started: float) -> InitReport:
@@ -258,6 +267,9 @@ def _measured(tree: PyTree, started: float) -> InitReport:
 
 
 # --- compiled ahead of time -------------------------------------------------------------------------------------------
+
+
+_ABSENT = object()
 
 
 class CompiledInit:
@@ -282,15 +294,12 @@ class CompiledInit:
             DeletedArrayError: An argument was donated or deleted.
         """
         request = Request.of(self._fn, args, kwargs)
-        types = request.types()
-        if types != self._types:
-            wanted = [f"{path}: {types.get(path, 'missing')}, not {t}" for path, t in self._types.items()]
-            changed = [
-                line for line, path in zip(wanted, self._types, strict=True) if types.get(path) != self._types[path]
-            ]
-            changed += [f"{path}: {t}, not expected" for path, t in types.items() if path not in self._types]
+        was, now = self._types, request.types()
+        if was != now:
+            differing = [path for path in was | now if was.get(path, _ABSENT) != now.get(path, _ABSENT)]
+            lines = [f"{path}: {now.get(path, 'missing')}, not {was.get(path, 'expected')}" for path in differing]
             fix = "pass arguments of the same types, or lower again"
-            raise TypeError(message("init: the arguments differ from those it was lowered for", changed, fix=fix))
+            raise TypeError(message("init: the arguments differ from those it was lowered for", lines, fix=fix))
         request.check()
         refuse_compiled("init", request.arrays, self._recipe.mesh)
         run = Run(self._recipe, request.arrays)

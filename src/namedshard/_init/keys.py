@@ -98,13 +98,7 @@ class Step:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeySchedule:
-    """The operations on keys and small integers, by depth.
-
-    Attributes:
-        given: The inputs and constants that they start from.
-        values: All values that they make, and ``given``.
-        steps: What to run.
-    """
+    """The operations on keys and small integers, by depth; ``values`` has all that they make, and what is given."""
 
     given: frozenset[int]
     values: frozenset[int]
@@ -139,12 +133,7 @@ class KeySchedule:
 
 
 def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
-    """The operations to run apart from the leaves: those on keys and small integers that start from inputs.
-
-    Args:
-        graph: The traced function.
-        readable: The inputs and constants that this process can read.
-    """
+    """The operations on keys and small integers that start from inputs which this process can read."""
     given = {v for v in readable if is_exact(graph.avals[v])}
     depths = dict.fromkeys(given, 0)
     # What starts from literals alone is computed here only where it meets a key; leaves compute it themselves.

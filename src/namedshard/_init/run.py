@@ -56,14 +56,9 @@ class ProgramReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A program with the shardings of its results and inputs.
+    """A program with the shardings of its results (None: the compiler chooses) and of its inputs (None: uncommitted).
 
-    Attributes:
-        tail: The program.
-        shardings: Those of its results, in the devices' own memory; None for what the compiler chooses.
-        placements: The shardings of its inputs; None for uncommitted ones and host values.
-        inexact: Whether its results can depend on the mesh.
-        repeatable: Whether it may run together with equal ones.
+    ``inexact``: its results can depend on the mesh. ``repeatable``: it may run together with equal ones.
     """
 
     tail: Tail
@@ -86,11 +81,8 @@ class Batch:
 class Recipe:
     """All that is known of a call before the values of its arguments are.
 
-    Attributes:
-        refs: For each output leaf its value, or None for those that aren't traced.
-        mesh: The mesh of the results, if there is one.
-        moves: Inputs that are on devices other than the mesh's, and move to it first.
-        wants: Where each computed value goes, once for each leaf that it is.
+    ``refs`` has the value of each output leaf, or None for those that aren't traced; ``moves`` the inputs that move to
+    the mesh first; ``wants`` where each computed value goes, once for each leaf that it is.
     """
 
     graph: Graph
@@ -193,7 +185,8 @@ def _step(
     sharded = manual or any(_is_split(sharding, aval) for sharding, aval in everything)
     inexact = sharded and (tail.reduces or (short and not whole))
     plain = not any(compat.is_key_array(aval) or aval.weak_type for aval in avals)
-    alone = manual or not tail.inputs or any(_is_array(ref, keys) for ref in tail.inputs)
+    # Literals, keys and small integers come as numpy arrays, which are stacked; arrays are on devices.
+    alone = manual or not tail.inputs or any(v not in keys.values for v in values_of(tail.inputs))
     effects = any(op.eqn.effects for op in tail.ops)
     fits = _AT_ONCE * bytes_per_device(avals, shardings) <= _SMALL_BYTES
     return Step(tail, shardings, at, inexact, on_cpu and plain and fits and not alone and not effects)
@@ -213,11 +206,6 @@ def _batches_of(steps: Sequence[Step], together: bool) -> list[Batch]:
         for i in range(0, len(same), size):
             batches[id(same[i])] = Batch((key, size), tuple(same[i : i + size]), size > 1)
     return [batches[id(step)] for step in steps if id(step) in batches]
-
-
-def _is_array(ref: Ref, keys: KeySchedule) -> bool:
-    """Whether a program's input is an array on devices: neither a literal, nor a key or a small integer."""
-    return isinstance(ref, int) and ref not in keys.values
 
 
 def _is_readable(x: Any) -> bool:

@@ -8,6 +8,7 @@ computed by one program; an expensive small value (a mean) is computed by a prog
 import collections
 import dataclasses
 import functools
+import graphlib
 import math
 import operator
 import weakref
@@ -296,18 +297,12 @@ def _in_order(programs: list[Program]) -> list[Program]:
         n: {made_by[v] for op in ops for v in values_of(op.inputs) if v in made_by} - {n}
         for n, (ops, _) in enumerate(programs)
     }
-    order: list[int] = []
-    while needs:
-        ready = [n for n, needed in needs.items() if needed.isdisjoint(needs)]
-        if not ready:
-            # Programs that need each other's small values. One program computes them all.
-            merged = {id(op): op for n in needs for op in programs[n][0]}
-            results = [v for n in needs for v in programs[n][1]]
-            return [*(programs[n] for n in order), (sorted(merged.values(), key=lambda op: op.outputs), results)]
-        order += ready
-        for n in ready:
-            del needs[n]
-    return [programs[n] for n in order]
+    try:
+        return [programs[n] for n in graphlib.TopologicalSorter(needs).static_order()]
+    except graphlib.CycleError:
+        # Some need each other's small values: one program computes everything.
+        ops = {id(op): op for own, _ in programs for op in own}
+        return [(sorted(ops.values(), key=lambda op: op.outputs), [v for _, results in programs for v in results])]
 
 
 # --- equal programs ---------------------------------------------------------------------------------------------------
@@ -315,16 +310,12 @@ def _in_order(programs: list[Program]) -> list[Program]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """One program: the operations that lead up to some results.
+    """One program: the operations that lead up to some results. Those that differ only in inputs have equal keys.
 
-    Attributes:
-        key: Equal for programs that differ only in the values of their inputs.
-        name: The name of its first ``jit``, such as that of ``jax.random.normal``, or else of its last operation.
-        ops: As in the graph, but an input of -1 - n stands for the n-th of ``inputs``.
-        inputs: The values that it is given, some of them literals.
-        results: The values that it computes.
-        reduces: Whether it combines floating elements in an order that the compiler chooses.
-        approximates: Whether it uses functions that compilers compute by polynomials.
+    It has the name of its first ``jit``, such as that of ``jax.random.normal``, or else of its last operation. ``ops``
+    are as in the graph, but an input of -1 - n stands for the n-th of ``inputs``, some of which are literals.
+    ``reduces``: it combines floating elements in an order that the compiler chooses. ``approximates``: it uses
+    functions that compilers compute by polynomials.
     """
 
     key: Hashable

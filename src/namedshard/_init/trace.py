@@ -107,15 +107,10 @@ Destination: TypeAlias = NamedSharding | str | None
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Output:
-    """A leaf of the result.
+    """A leaf of the result: its type, or the leaf itself if it isn't traced, and where it goes.
 
-    Attributes:
-        path: Its path.
-        value: A struct, or the leaf itself if it isn't traced.
-        slot: Its position among the jaxpr's outputs; None if it isn't traced.
-        place: Where it goes.
-        named: Whether its names and the mapping say so.
-        kind: The memory kind that the function itself puts it in, unless another is asked for.
+    ``slot`` is its position among the jaxpr's outputs, None if it isn't traced; ``named``: its names and the mapping
+    say where it goes; ``kind`` is the memory kind that the function itself puts it in, unless another is asked for.
     """
 
     path: str

@@ -127,12 +127,11 @@ def _groups(sets: Sequence[Sequence[int]], sizes: Mapping[int, int], budget: int
     for together in sets:
         # A new state stands beside the old one until the old one is dropped.
         size = 2 * sum(sizes[i] for i in together)
-        if groups and used + size <= budget:
-            groups[-1].extend(together)
-            used += size
-        else:
-            groups.append(list(together))
-            used = size
+        if not groups or used + size > budget:
+            groups.append([])
+            used = 0
+        groups[-1] += together
+        used += size
     return groups
 
 

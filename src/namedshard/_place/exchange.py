@@ -220,11 +220,6 @@ class Schedule:
     streams: Mapping[Pair, Stream]
     crossing_bytes: int
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that all processes together send: ``crossing_bytes``, and the padding of slots."""
-        return sum(p.steps * p.slot_bytes * sum(map(len, p.rounds)) for p in self.phases)
-
 
 def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget: int) -> Schedule:
     """The exchange that carries out changes (layout, wanted layout, itemsize), with one process's pieces and streams.

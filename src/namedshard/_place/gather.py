@@ -159,11 +159,8 @@ def iter_to_host(
         (leaf path, array); on processes that keep nothing, (leaf path, None).
 
     Raises:
-        ValueError: There is no such process, or the budget is no size.
-        DeletedArrayError: An array was donated or deleted.
-        TracedMoveError: An array is traced.
-        OutOfStepError: The processes do not make the same call.
-        ExchangeError: Another process died, or an earlier exchange broke off.
+        ValueError: As `to_host` does.
+        NamedShardError: As `to_host` does.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns

@@ -1,5 +1,6 @@
 """EFFECTS. Shards arrays while tracing, by constraints that the compiler carries out."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,10 @@ def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec, *, is_argument: bool
         # On an array typed for another mesh a constraint is an assertion, and a `reshard` of some axes loses the spec.
         x = jax.sharding.reshard(x, NamedSharding(compat.twin(mesh, AxisType.Explicit), spec))
     if not explicit:
-        return _constrain_auto(x, mesh, spec, abstract)
+        foreign = compat.abstract_context_mesh()
+        typed = foreign is not None and foreign != abstract and compat.any_explicit(foreign)
+        with jax.sharding.use_abstract_mesh(abstract) if typed else contextlib.nullcontext():
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     if isinstance(mesh, Mesh) and not has_devices and compat.abstract_context_mesh() is None:
         # Without a context mesh, only an Auto constraint tells the compiler which devices are meant.
         x = jax.lax.with_sharding_constraint(x, NamedSharding(compat.twin(mesh, AxisType.Auto), spec))
@@ -45,14 +49,6 @@ def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec, *, is_argument: bool
         pairs = zip(_only(spec, auto), explicit_spec, strict=True)
         merged = (a if e is None else PartitionSpec.UNCONSTRAINED for a, e in pairs)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*merged)))
-
-
-def _constrain_auto(x: Any, mesh: MeshLike, spec: PartitionSpec, abstract: Any) -> Any:
-    foreign = compat.abstract_context_mesh()
-    if foreign is None or foreign == abstract or not compat.any_explicit(foreign):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    with jax.sharding.use_abstract_mesh(abstract):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def check_mixed(work: Sequence[Move], total: int) -> None:

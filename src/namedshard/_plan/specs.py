@@ -79,16 +79,12 @@ def _specs_of_tree(tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | N
         specs = [next(planned).spec for _ in jax.tree_util.tree_leaves(node)]
         if len(specs) == 1 and specs[0] is not None:
             return specs[0]
-        return None if isinstance(node, NamedArray) else _spec_of_plain(node)
+        if is_array_like(node) and not isinstance(node, NamedArray):
+            # Of a plain array, what JAX's own type says.
+            return jax.typeof(node).sharding.spec
+        return PartitionSpec() if isinstance(node, bool | int | float | complex) else None
 
     return jax.tree_util.tree_map(spec, tree, is_leaf=lambda x: isinstance(x, NamedArray))
-
-
-def _spec_of_plain(leaf: Any) -> PartitionSpec | None:
-    """What JAX's own type of a plain array says, and replication for numbers, as in Haliax."""
-    if is_array_like(leaf):
-        return jax.typeof(leaf).sharding.spec
-    return PartitionSpec() if isinstance(leaf, bool | int | float | complex) else None
 
 
 def pspec_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> PyTree:

@@ -142,8 +142,7 @@ class Channel:
 class Rounds(Channel):
     """Rounds of one call. In each, all processes publish a message (JSON) and wait for those of the others.
 
-    Attributes:
-        exchanging: Whether other processes may be in an exchange of arrays, or start one before the next round.
+    ``exchanging``: other processes may be in an exchange of arrays, or start one before the next round.
     """
 
     def __init__(self, scope: str) -> None:
