@@ -42,7 +42,7 @@ class Block(eqx.Module):
 
 @model
 def dense(key: Any) -> Any:
-    k_embed, *keys = jr.split(key, 5)
+    k_embed, *keys = jr.split(key, 3)
     return hnn.Embedding.init(Vocab, Embed, key=k_embed), [Block.init(key=k) for k in keys]
 
 
@@ -136,7 +136,7 @@ def loops(key: Any) -> Any:
     chosen = jax.lax.cond(jr.bernoulli(key), lambda: jr.normal(key, (64, 128)), lambda: jnp.ones((64, 128)))
     _, rows = jax.lax.scan(lambda k, _: (jr.split(k)[0], jr.uniform(k, (128,))), key, length=64)
     chain = []
-    for _ in range(5):
+    for _ in range(3):
         key, sub = jr.split(key)
         chain.append(hax.random.normal(sub, (Embed, Mlp)))
     return [hax.named(x, (Embed, Mlp)) for x in (walk, chosen, rows)], chain
@@ -177,11 +177,11 @@ def fused(key: Any) -> Any:
 
 @model
 def vmapped(key: Any) -> Any:
-    return jax.vmap(lambda k: {"w": jr.normal(k, (64, 32)) * 0.3 + 0.1, "b": jr.uniform(k, (32,))})(jr.split(key, 6))
+    return jax.vmap(lambda k: {"w": jr.normal(k, (64, 32)) * 0.3 + 0.1, "b": jr.uniform(k, (32,))})(jr.split(key, 3))
 
 
 def _typed_keys(key: Any) -> Any:
-    deep = [hax.random.normal(jr.fold_in(key, i), (Embed, Mlp)) * (2 * (i + 1)) ** -0.5 for i in range(5)]
+    deep = [hax.random.normal(jr.fold_in(key, i), (Embed, Mlp)) * (2 * (i + 1)) ** -0.5 for i in range(3)]
     return deep, jr.clone(key), jr.key_data(key)
 
 
@@ -196,7 +196,9 @@ def distributions(key: Any) -> Any:
     shapes = [("embed", "mlp"), ("odd", "mlp"), ("embed", "odd"), ("odd",)]
     sizes = {"embed": 64, "mlp": 128, "odd": 24}
     keys = iter(jr.split(key, 64))
-    named = [hax.named(d(next(keys), shape=tuple(sizes[n] for n in s)), s) for d in draws for s in shapes]
+    # Two shapes of each, so that all shapes occur.
+    pairs = [(draw, shapes[(i + n) % 4]) for i, draw in enumerate(draws) for n in (0, 2)]
+    named = [hax.named(draw(next(keys), shape=tuple(sizes[n] for n in s)), s) for draw, s in pairs]
     others = [jr.gumbel(next(keys), (64, 128)), jr.cauchy(next(keys), (24, 5)), jr.rademacher(next(keys), (7,))]
     return named, others, jr.gamma(next(keys), 2.0, (33,)), jr.permutation(next(keys), 100)
 
@@ -239,12 +241,18 @@ def _whole(key: Any, depth: int) -> Any:
     return [Block.init(key=k).up for k in jr.split(key, depth)]
 
 
-CATALOGUE["jitted_model"] = lambda: (lambda key: eqx.filter(_whole(key, 6), eqx.is_array), (jr.PRNGKey(5),))
+CATALOGUE["jitted_model"] = lambda: (lambda key: eqx.filter(_whole(key, 3), eqx.is_array), (jr.PRNGKey(5),))
 
 
+@functools.cache
 def jitted(name: str) -> Any:
     """The values of `jax.jit`; what isn't an array is as the function returns it."""
     fn, args = CATALOGUE[name]()
-    arrays = jax.jit(lambda *args: [x for x in jax.tree.leaves(fn(*args)) if isinstance(x, jax.Array)])(*args)
-    leaves, treedef = jax.tree.flatten(fn(*args))
-    return treedef.unflatten([arrays.pop(0) if isinstance(x, jax.Array) else x for x in leaves])
+    found: list[Any] = []
+
+    def flat(*args: Any) -> list[jax.Array]:
+        found[:] = jax.tree.flatten(fn(*args))
+        return [x for x in found[0] if isinstance(x, jax.Array)]
+
+    arrays = iter(jax.jit(flat)(*args))
+    return found[1].unflatten([next(arrays) if isinstance(x, jax.Array) else x for x in found[0]])

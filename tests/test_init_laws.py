@@ -32,9 +32,6 @@ def eager(name: str) -> Any:
     return fn(*args)
 
 
-jitted = functools.cache(init_models.jitted)
-
-
 def assert_same(made: Any, wanted: Any) -> None:
     """Equal structures, statics, dtypes, weak types and bits."""
     left, right = jax.tree_util.tree_flatten_with_path(made), jax.tree_util.tree_flatten_with_path(wanted)
@@ -82,7 +79,7 @@ def test_values_are_those_of_jit_and_places_are_planned(name: str, where: str) -
     # Sums and matrix products are reported, since their last bits may depend on the mesh.
     inexact = any(program.inexact for program in report.programs)
     assert name in {"data_dependent", "initialisers"} or not inexact
-    (assert_close if inexact else assert_same)(made, jitted(name))
+    (assert_close if inexact else assert_same)(made, init_models.jitted(name))
 
 
 @pytest.mark.parametrize("name", ["tied", "fused", "vmapped", "lora"])
@@ -100,7 +97,7 @@ def test_without_a_mesh(name: str) -> None:
     fn, args = init_models.CATALOGUE[name]()
     made, report = ns.init(fn, *args, report=True)
     assert not any(program.inexact for program in report.programs)
-    assert_same(made, jitted(name))
+    assert_same(made, init_models.jitted(name))
     for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(eager(name)), strict=True):
         if isinstance(b, jax.Array):
             assert (a.sharding, a.committed) == (b.sharding, b.committed)
