@@ -34,7 +34,6 @@ example:
 The exit status is 0 if every tensor can be placed, 1 if one cannot, and 2 for a checkpoint that cannot be read.
 """
 
-
 AxesPattern: TypeAlias = tuple[str, re.Pattern[str], tuple[str, ...]]
 """One ``--axes``: the pattern as written, compiled, and the names of the dimensions."""
 

@@ -184,7 +184,6 @@ def human_bytes(n: int) -> str:
 
 _NOT_THE_CALLERS = ("namedshard", "contextlib", "jax", "equinox", "haliax")
 
-
 _warned: set[str] = set()
 
 

@@ -165,7 +165,7 @@ def placements(leaves: Sequence[Any]) -> tuple[list[Any], list[Any], list[bool]]
 
 
 def first_buffer(x: ArrayImpl) -> int:
-    """The address of an array's first shard here, or the object's own where there is none or it is not told.
+    """The address of an array's first shard here, or the object's own where there is none or it is not known.
 
     Does not wait for the computation that fills it.
     """
@@ -287,11 +287,11 @@ def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _array_type(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+def _sharded_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     return _core.update_aval_with_sharding(_core.ShapedArray(shape, dtype), sharding)
 
 
 def put_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, shards: dict[Device, np.ndarray]) -> jax.Array:
     """An array of each device's shard; ``jax.make_array_from_callback`` takes twice as long for small ones."""
-    aval = _array_type(shape, dtype, sharding)
+    aval = _sharded_aval(shape, dtype, sharding)
     return _pxla.batched_device_put(aval, sharding, list(shards.values()), list(shards))

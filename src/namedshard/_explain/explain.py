@@ -98,12 +98,12 @@ def explain_leaves(
         why = [] if bad else [report.why_text(c, planned.why, mesh, manual) for c in planned.why]
         if leaf.own is not None and any(name in leaf.own.rules for name in leaf.names or ()):
             why.append(f"carries its own mapping {dict(leaf.own.rules)!r}")
-        told = tuple(w for w in (*why, planned.note) if w)
+        reasons = tuple(w for w in (*why, planned.note) if w)
         if in_file:
             route = "error" if bad else "left replicated" if planned.spec is None else "read"
-            found.append(Row(planned.path, planned, "in file", route, told, bad, memory_kind=memory_kind))
+            found.append(Row(planned.path, planned, "in file", route, reasons, bad, memory_kind=memory_kind))
         else:
-            found.append(_row(planned, leaf.value, told, bad, mesh, memory_kind, staging))
+            found.append(_row(planned, leaf.value, reasons, bad, mesh, memory_kind, staging))
     rows = tuple(found)
     axes = list(dict.fromkeys(name for row in rows for name, _ in row.plan.axes or ()))
     ruled = {*mapping.rules, *(c.axis for row in rows for c in row.plan.why if c.rule is not None)}

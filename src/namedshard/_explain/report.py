@@ -30,7 +30,7 @@ class Row:
 
     Attributes:
         path: The leaf path; of several leaves with the indices they cover, as in ``layers[0..5].weight``.
-        plan: Where it goes. A rule that cannot be applied is shown as unsharded there, and told in ``problems``.
+        plan: Where it goes. A rule that cannot be applied is shown as unsharded there, and named in ``problems``.
         now: Where it is: ``"abstract"``, ``"traced"``, ``"host"``, ``"deleted"``, or what its sharding is.
         route: How it gets there, or ``"error"``.
         why: One sentence per axis whose rule was not simply applied.
@@ -282,10 +282,8 @@ def _collapse_at(rows: Sequence[Row], position: int) -> list[Row]:
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
-
 _BEFORE_PART = re.compile(r"(?<!\.)(?=\.(?!\.)|\[)")
 _AFTER_WORD = re.compile(r"(?<=[, ])(?! )")
-
 
 _WHOLE = ("leaf", "axes", "spec", "dtype", "size", "now", "route")
 _MERGED = ("leaf", "placed", "dtype", "size", "now", "route")
@@ -303,7 +301,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Row], str], re.Pattern[str] | None]] = 
 
 
 def _chosen(rows: Sequence[Row], width: int) -> tuple[list[Column], list[Column]]:
-    """The columns to show, and those with the same cell everywhere that are told below the table instead.
+    """The columns to show, and those with the same cell everywhere that are listed below the table instead.
 
     Of the choices that fit, the one that takes the fewest lines; among equals the fullest.
     """

@@ -268,7 +268,6 @@ def _measured(tree: PyTree, started: float) -> InitReport:
 
 # --- compiled ahead of time -------------------------------------------------------------------------------------------
 
-
 _ABSENT = object()
 
 

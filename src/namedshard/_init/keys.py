@@ -88,7 +88,7 @@ compat.clear_with_jax(_loops)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class KeyStep:
     """Equal operations that run as one compiled loop, or one that numpy does."""
 
     run: Callable[..., Any]
@@ -102,7 +102,7 @@ class KeySchedule:
 
     given: frozenset[int]
     values: frozenset[int]
-    steps: list[Step]
+    steps: list[KeyStep]
 
     @property
     def loops(self) -> int:
@@ -139,7 +139,7 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
     # What starts from literals alone is computed here only where it meets a key; leaves compute it themselves.
     fixed: dict[int, Op] = {}
     loops: dict[int, dict[Hashable, list[Op]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    views: dict[int, list[Step]] = collections.defaultdict(list)
+    views: dict[int, list[KeyStep]] = collections.defaultdict(list)
 
     def add(op: Op) -> None:
         for value in values_of(op.inputs):
@@ -151,7 +151,7 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
             depth += 1
             loops[depth][freeze_op(op.eqn), tuple(array_type(graph.aval(r)) for r in op.inputs)].append(op)
         else:
-            views[depth].append(Step(view, (op,), is_view=True))
+            views[depth].append(KeyStep(view, (op,), is_view=True))
         depths.update(dict.fromkeys(op.outputs, depth))
 
     for op in filter(_is_on_integers, graph.ops):
@@ -161,11 +161,11 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
             add(op)
         else:
             fixed.update(dict.fromkeys(op.outputs, op))
-    steps: list[Step] = []
+    steps: list[KeyStep] = []
     for depth in range(max(depths.values(), default=0) + 1):
         for key, ops in loops[depth].items():
             loop = _loops.get(key) or _loops.put(key, _loop(ops[0].eqn, [graph.aval(r) for r in ops[0].inputs]))
-            steps.append(Step(loop, tuple(ops), is_view=False))
+            steps.append(KeyStep(loop, tuple(ops), is_view=False))
         steps += views[depth]
     return KeySchedule(frozenset(given), frozenset(depths), steps)
 

@@ -17,7 +17,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._init.keys import KeySchedule, data_struct, schedule
 from namedshard._init.programs import Compilation, as_typed, compilations, function_of, repeated, submit
 from namedshard._init.tails import Graph, Ref, Tail, flatten, is_manual, literal_data, split, tail_of, values_of
-from namedshard._init.trace import Destination, Request, Traced, trace
+from namedshard._init.trace import Place, Request, Traced, trace
 from namedshard._place.local import change_memory, on_cpus
 from namedshard._place.shard import place_leaves
 from namedshard._plan.mapping import AxisMapping
@@ -25,7 +25,7 @@ from namedshard._plan.mesh import MeshLike
 
 _SHORT_ROW = 16
 """CPUs compute rows with fewer elements by other instructions, which round approximated functions otherwise."""
-_SMALL_BYTES = 1 << 20
+_WHOLE_BYTES = 1 << 20
 """Bytes of results that a program may compute whole on each device to avoid short rows, or several times at once."""
 _AT_ONCE = 4
 """How many equal programs run as one on CPUs, where each run costs about half a millisecond."""
@@ -92,7 +92,7 @@ class Recipe:
     keys: KeySchedule
     batches: list[Batch]
     moves: dict[int, NamedSharding]
-    wants: Mapping[int, list[Destination]]
+    wants: Mapping[int, list[Place]]
 
     def lower(self, batch: Batch) -> Any:
         """Lowers the program of a batch."""
@@ -139,7 +139,7 @@ def make_recipe(
     refs: list[Ref | None] = [None if output.slot is None else graph.outputs[output.slot] for output in traced.outputs]
     inputs: dict[int, Any] = dict(zip(graph.inputs, request.arrays, strict=True)) | graph.consts
     keys = schedule(graph, [v for v, x in inputs.items() if _is_readable(x)])
-    wants: dict[int, list[Destination]] = collections.defaultdict(list)
+    wants: dict[int, list[Place]] = collections.defaultdict(list)
     for ref, output in zip(refs, traced.outputs, strict=True):
         if isinstance(ref, int) and ref not in inputs:
             wants[ref].append(output.place)
@@ -173,7 +173,7 @@ def _step(
     """
     avals = [graph.avals[v] for v in tail.results]
     short = on_cpu and tail.approximates and any(map(_has_short_rows, avals, targets))
-    whole = short and bytes_per_device(avals, [None] * len(avals)) <= _SMALL_BYTES
+    whole = short and bytes_per_device(avals, [None] * len(avals)) <= _WHOLE_BYTES
     manual = any(is_manual(op.eqn) for op in tail.ops)
     shardings = tuple(
         NamedSharding(want.mesh, PartitionSpec() if whole and _is_split(want, aval) else want.spec)
@@ -188,7 +188,7 @@ def _step(
     # Literals, keys and small integers come as numpy arrays, which are stacked; arrays are on devices.
     alone = manual or not tail.inputs or any(v not in keys.values for v in values_of(tail.inputs))
     effects = any(op.eqn.effects for op in tail.ops)
-    fits = _AT_ONCE * bytes_per_device(avals, shardings) <= _SMALL_BYTES
+    fits = _AT_ONCE * bytes_per_device(avals, shardings) <= _WHOLE_BYTES
     return Step(tail, shardings, at, inexact, on_cpu and plain and fits and not alone and not effects)
 
 

@@ -229,12 +229,11 @@ def _is_expensive(op: Op) -> bool:
 
 # --- which leaves one program computes --------------------------------------------------------------------------------
 
-
-Program: TypeAlias = tuple[list[Op], list[int]]
+OpGroup: TypeAlias = tuple[list[Op], list[int]]
 """Operations, and the values among theirs that are results."""
 
 
-def split(graph: Graph, small: frozenset[int], wanted: Iterable[int]) -> list[Program]:
+def split(graph: Graph, small: frozenset[int], wanted: Iterable[int]) -> list[OpGroup]:
     """The programs that compute the wanted values, in an order in which they can run.
 
     ``small``: values that are computed elsewhere and given to the programs.
@@ -253,7 +252,7 @@ def split(graph: Graph, small: frozenset[int], wanted: Iterable[int]) -> list[Pr
     grouped = functools.reduce(operator.or_, groups, 0)
     groups += [1 << n for n in range(len(results)) if not grouped >> n & 1]
     group_of = {n: i for i, group in enumerate(groups) for n in _positions(group)}
-    programs: list[Program] = [([], []) for _ in groups]
+    programs: list[OpGroup] = [([], []) for _ in groups]
     for n, value in enumerate(results):
         programs[group_of[n]][1].append(value)
     for op, mask in zip(ops, masks, strict=True):
@@ -291,7 +290,7 @@ def _positions(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _in_order(programs: list[Program]) -> list[Program]:
+def _in_order(programs: list[OpGroup]) -> list[OpGroup]:
     made_by = {value: n for n, (_, results) in enumerate(programs) for value in results}
     needs = {
         n: {made_by[v] for op in ops for v in values_of(op.inputs) if v in made_by} - {n}

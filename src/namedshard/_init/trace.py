@@ -101,12 +101,12 @@ def _argument_path(path: tuple[Any, ...]) -> str:
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
 
-Destination: TypeAlias = NamedSharding | str | None
+Place: TypeAlias = NamedSharding | str | None
 """A sharding; or the device that computes the value: in its own memory (None) or in the memory kind named."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Output:
+class OutputLeaf:
     """A leaf of the result: its type, or the leaf itself if it isn't traced, and where it goes.
 
     ``slot`` is its position among the jaxpr's outputs, None if it isn't traced; ``named``: its names and the mapping
@@ -116,7 +116,7 @@ class Output:
     path: str
     value: Any
     slot: int | None
-    place: Destination
+    place: Place
     named: bool
     kind: str | None
 
@@ -127,7 +127,7 @@ class Traced:
 
     closed: ClosedJaxpr
     treedef: PyTreeDef
-    outputs: list[Output]
+    outputs: list[OutputLeaf]
     mesh: MeshLike | None
 
 
@@ -189,13 +189,14 @@ def trace(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, 
             typed = _jaxpr_of(request, context)
     closed, treedef, leaves = auto
     slots = itertools.count()
-    outputs: list[Output] = []
+    outputs: list[OutputLeaf] = []
     for leaf in leaves:
         slot = next(slots) if leaf is _TRACED else None
         aval = None if slot is None else closed.out_avals[slot]
         on_host = compat.space_of_type(aval) == compat.space_of_kind("pinned_host")
         kind = "pinned_host" if on_host and memory_kind is None else None
-        outputs.append(Output("", leaf if aval is None else struct_of(aval), slot, memory_kind or kind, False, kind))
+        value = leaf if aval is None else struct_of(aval)
+        outputs.append(OutputLeaf("", value, slot, memory_kind or kind, False, kind))
     # A spec for one mesh means the same on another of the same shape.
     same = mesh is not None and context is not None and dict(mesh.shape) == dict(context.shape)
     own_specs = [_spec_of(aval) for aval in typed[0].out_avals] if typed is not None and same else []
