@@ -1,11 +1,12 @@
 """Jobs of several real processes on this machine, joined by ``jax.distributed`` with gloo collectives over loopback.
 
-A job runs the ``case_...`` functions of a module of ``tests/mp``, one after the other, in every process. Starting takes
-seconds, so that one job has many cases.
+A job runs the ``case_...`` functions of a module of ``tests/mp``, one after the other, in every process. All are forked
+from a process that has imported JAX, since that takes a second each time.
 """
 
 import ast
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -14,12 +15,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -62,47 +64,25 @@ def run(
         # Bound, not listening: no other program is given the port, and JAX's service shares it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-            "PYTHONUNBUFFERED": "1",
-            "XLA_FLAGS": "",
+        settings = {
+            "module": module,
+            "devices": list(devices),
+            "port": held.getsockname()[1],
+            "dying": list(dying),
+            "only": only,
+            "check_types": check_types,
+            "folder": folder,
         }
         started = time.monotonic()
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for i, count in enumerate(devices):
-                settings = {
-                    "module": module,
-                    "process": i,
-                    "devices": list(devices),
-                    "port": port,
-                    "only": only,
-                    "check_types": check_types,
-                    "results": f"{folder}/{i}.results",
-                }
-                with open(f"{folder}/{i}.output", "wb") as output:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, str(HERE / "multiprocess.py"), json.dumps(settings)],
-                            stdin=subprocess.PIPE,
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                            env=environment | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"},
-                        )
-                    )
-            _wait(processes, dying, started + LIMIT)
-        finally:
-            late = [i for i, p in enumerate(processes) if p.poll() is None]
-            for i in late:
-                processes[i].kill()
-            for p in processes:
-                p.communicate()
+        starter = _starter()
+        assert starter.stdin and starter.stdout
+        starter.stdin.write(json.dumps(settings).encode() + b"\n")
+        starter.stdin.flush()
+        exits, late = json.loads(starter.stdout.readline())
         job = Job(
-            [p.returncode for p in processes],
-            [Path(f"{folder}/{i}.output").read_text(errors="replace") for i in range(len(processes))],
-            [_results(Path(f"{folder}/{i}.results")) for i in range(len(processes))],
+            exits,
+            [Path(f"{folder}/{i}.output").read_text(errors="replace") for i in range(len(devices))],
+            [_results(Path(f"{folder}/{i}.results")) for i in range(len(devices))],
             time.monotonic() - started,
         )
     wrong = [f"process {i} was ended after {job.seconds:.0f} s" for i in late]
@@ -125,17 +105,16 @@ def run(
     return job
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], dying: Sequence[int], end: float) -> None:
-    """Until all have ended, or shortly after one ended that should not have, or until the end."""
-    first, *others = processes
-    while time.monotonic() < end:
-        if all(p.poll() is not None for p in others) and first.stdin and not first.stdin.closed:
-            first.stdin.close()
-        if all(p.poll() is not None for p in processes):
-            return
-        if any(p.poll() and i not in dying for i, p in enumerate(processes)):
-            end = min(end, time.monotonic() + 10)
-        time.sleep(0.05)
+@functools.cache
+def _starter() -> subprocess.Popen[bytes]:
+    """A process that starts those of one job after the other; it ends with this one."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, str(HERE / "multiprocess.py")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
 def _results(file: Path) -> dict[str, tuple[Any, str]]:
@@ -149,6 +128,70 @@ def _cases(module: str) -> list[str]:
     return [x.name for x in body if isinstance(x, ast.FunctionDef) and x.name.startswith("case_")]
 
 
+# --- in the starter ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Import what takes long, but neither the package nor a backend, then fork the processes of each job."""
+    for name in ("jax", "beartype", "haliax", "jaxtyping", "optax", "rich.progress", "safetensors.numpy"):
+        importlib.import_module(name)
+    # JAX warns of forks, which are harmless as long as there is one thread.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    while line := sys.stdin.buffer.readline():
+        assert threading.active_count() == 1
+        print(json.dumps(_run_job(json.loads(line))), flush=True)
+
+
+def _run_job(settings: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The exit statuses of a job's processes, and which had to be ended since they were late."""
+    ends, others_ended = os.pipe()
+    running: dict[int, int] = {}
+    exits: dict[int, int] = {}
+    for i in range(len(settings["devices"])):
+        pid = os.fork()
+        if not pid:
+            os.close(others_ended)
+            _be_process(settings, i, ends)
+        running[pid] = i
+    os.close(ends)
+    end, parent = time.monotonic() + LIMIT, os.getppid()
+    while running and time.monotonic() < end and os.getppid() == parent:
+        for pid, i in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                exits[i] = os.waitstatus_to_exitcode(status)
+                del running[pid]
+        if set(running.values()) <= {0} and others_ended >= 0:
+            os.close(others_ended)
+            others_ended = -1
+        # Shortly after one ended that should not have, the others are ended.
+        if any(status and i not in settings["dying"] for i, status in exits.items()):
+            end = min(end, time.monotonic() + 10)
+        time.sleep(0.02)
+    late = list(running.values())
+    for pid, i in running.items():
+        os.kill(pid, signal.SIGKILL)
+        exits[i] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if others_ended >= 0:
+        os.close(others_ended)
+    return [exits[i] for i in range(len(exits))], late
+
+
+def _be_process(settings: dict[str, Any], process: int, ends: int) -> NoReturn:
+    output = os.open(f"{settings['folder']}/{process}.output", os.O_CREAT | os.O_WRONLY)
+    for old, new in ((ends, 0), (output, 1), (output, 2)):
+        os.dup2(old, new)
+    status = 1
+    try:
+        run_cases(settings, process)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Also after an error: only `main` goes on from here.
+        os._exit(status)
+
+
 # --- in the processes -------------------------------------------------------------------------------------------------
 
 
@@ -157,9 +200,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
+def run_cases(settings: dict[str, Any], process: int) -> None:
     """One process of a job."""
-    settings = json.loads(sys.argv[1])
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={settings['devices'][process]}"
+    os.environ["JOB_FOLDER"] = settings["folder"]
     import jax
     import jaxtyping
 
@@ -169,7 +213,7 @@ def main() -> None:
     jax.distributed.initialize(
         f"127.0.0.1:{settings['port']}",
         num_processes=len(settings["devices"]),
-        process_id=settings["process"],
+        process_id=process,
         initialization_timeout=120,
         heartbeat_timeout_seconds=60,
     )
@@ -180,7 +224,7 @@ def main() -> None:
     for gone in ("core.is_constant_dim", "interpreters.pxla.thread_resources", "experimental.shard_map"):
         # Haliax uses it.
         warnings.filterwarnings("ignore", rf"jax\.{gone} is deprecated", DeprecationWarning)
-    with open(settings["results"], "w") as results:
+    with open(f"{settings['folder']}/{process}.results", "w") as results:
         for case in _cases(settings["module"]):
             if settings["only"] not in case:
                 continue
@@ -196,10 +240,9 @@ def main() -> None:
                 coordination_client().wait_at_barrier(f"after {case}", 100_000)
     if not getattr(module, "ALONE", False):
         jax.distributed.shutdown()
-    if settings["process"] == 0:
+    if process == 0:
         # JAX's service runs here, and would end the others with it.
-        sys.stdin.read()
-    os._exit(0)
+        os.read(0, 1)
 
 
 if __name__ == "__main__":
