@@ -149,7 +149,7 @@ def test_the_package_itself_only_names_what_is_public() -> None:
     for node in body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                assert alias.asname == alias.name and not alias.name.startswith("_")
+                assert alias.asname is None and not alias.name.startswith("_")
                 public.append(alias.name)
         else:
             assert isinstance(node, ast.Assign) and [t.id for t in node.targets if isinstance(t, ast.Name)] == [

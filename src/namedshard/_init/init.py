@@ -218,7 +218,7 @@ def _compiled(
     tree = jax.tree_util.tree_unflatten(recipe.traced.treedef, run.leaves(programs))
     return tree, lambda: {
         "programs": run.reports(compilations, fresh),
-        "calls": sum(len(batch.steps) for batch in recipe.batches),
+        "calls": sum(len(step.tails) for step in recipe.steps),
         "peak_temporary_bytes": max(map(temporary_bytes, programs.values()), default=0),
         "trace_seconds": trace_seconds,
         "compile_seconds": compile_seconds,
@@ -312,7 +312,7 @@ class LoweredInit:
         self._fn = fn
         self._request = request
         self._recipe = recipe
-        self._lowered = {key: recipe.lower(batch) for key, batch in recipe.distinct().items()}
+        self._lowered = {key: recipe.lower(step) for key, step in recipe.distinct().items()}
 
     def compile(self) -> CompiledInit:
         """Compiles the programs, for the mesh's devices, whether or not they're attached."""

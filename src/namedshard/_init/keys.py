@@ -1,13 +1,12 @@
 """Computes an initializer's keys and other small integers, before and apart from its leaves.
 
 Deriving keys is cheap to run but expensive to compile, since each split in a ``jit`` is another threefry for the
-compiler to optimize. Here equal operations at one depth run as one compiled loop, whatever their number, and numpy
-takes arrays of keys apart. The results are the same bits, since they are integers.
+compiler to optimize. Here each distinct operation is compiled once, and numpy takes arrays of keys apart. The results
+are the same bits, since they are integers.
 """
 
-import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
-from namedshard._init.tails import Graph, Op, Ref, array_type, contents_of, freeze_op, literal_data, values_of
+from namedshard._init.tails import Graph, Op, array_type, contents_of, freeze_op, literal_data, values_of
 
 SMALL_BYTES = 64 << 10
 
@@ -70,104 +69,66 @@ def host_data(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _loop(eqn: JaxprEqn, avals: Sequence[Any]) -> Callable[..., Any]:
-    """An operation in a loop over the first dimension of its inputs. Batching changes what some generators draw."""
+def _on_data(eqn: JaxprEqn, avals: Sequence[Any]) -> Callable[..., Any]:
+    """An operation from the data of its inputs to that of its results, compiled."""
 
-    def once(data: Sequence[Any]) -> list[Any]:
-        results = compat.run_equation(eqn, list(map(from_data, data[1:], avals)))
+    def init_keys(*data: Any) -> list[Any]:
+        results = compat.run_equation(eqn, list(map(from_data, data, avals)))
         return [jax.random.key_data(x) if compat.is_key_array(x) else x for x in results]
-
-    def init_keys(*inputs: Any) -> Any:
-        return jax.lax.map(once, inputs)
 
     return jax.jit(init_keys)
 
 
-_loops: BoundedCache[Callable[..., Any]] = BoundedCache(256)
-compat.clear_with_jax(_loops)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class KeyStep:
-    """Equal operations that run as one compiled loop, or one that numpy does."""
-
-    run: Callable[..., Any]
-    ops: tuple[Op, ...]
-    is_view: bool
+_compiled: BoundedCache[Callable[..., Any]] = BoundedCache(256)
+compat.clear_with_jax(_compiled)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeySchedule:
-    """The operations on keys and small integers, by depth; ``values`` has all that they make, and what is given."""
+    """The operations on keys and small integers, in order; ``values`` has what they make, and what is ``given``."""
 
     given: frozenset[int]
     values: frozenset[int]
-    steps: list[KeyStep]
-
-    @property
-    def loops(self) -> int:
-        """How many compiled loops run."""
-        return sum(not step.is_view for step in self.steps)
+    steps: list[tuple[Op, Callable[..., Sequence[Any]]]]
 
     def run(self, inputs: Mapping[int, Any]) -> dict[int, np.ndarray]:
         """All values as numpy, keys by their data."""
         made = {v: host_data(inputs[v]) for v in self.given}
-
-        def read(ref: Ref) -> np.ndarray:
-            return literal_data(ref) if isinstance(ref, Literal) else made[ref]
-
         with compat.no_context_mesh():
-            for step in self.steps:
-                if step.is_view:
-                    (op,) = step.ops
-                    made.update(zip(op.outputs, step.run(read(op.inputs[0])), strict=True))
-                    continue
-                # Rounded up, so that models of similar depth share the loop's program.
-                turns = 1 << (len(step.ops) - 1).bit_length()
-                ops = (*step.ops, *step.ops[-1:] * (turns - len(step.ops)))
-                columns = [np.stack([read(op.inputs[i]) for op in ops]) for i in range(len(ops[0].inputs))]
-                results = map(np.asarray, step.run(np.zeros(turns, np.int32), *columns))
-                for op, *values in zip(step.ops, *results, strict=False):
-                    made.update(zip(op.outputs, map(np.asarray, values), strict=True))
+            for op, run in self.steps:
+                data = [literal_data(ref) if isinstance(ref, Literal) else made[ref] for ref in op.inputs]
+                made.update(zip(op.outputs, map(np.asarray, run(*data)), strict=True))
         return made
 
 
 def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
     """The operations on keys and small integers that start from inputs which this process can read."""
-    given = {v for v in readable if is_exact(graph.avals[v])}
-    depths = dict.fromkeys(given, 0)
+    given = frozenset(v for v in readable if is_exact(graph.avals[v]))
+    known = set(given)
     # What starts from literals alone is computed here only where it meets a key; leaves compute it themselves.
     fixed: dict[int, Op] = {}
-    loops: dict[int, dict[Hashable, list[Op]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    views: dict[int, list[KeyStep]] = collections.defaultdict(list)
+    steps: list[tuple[Op, Callable[..., Sequence[Any]]]] = []
 
     def add(op: Op) -> None:
         for value in values_of(op.inputs):
-            if value not in depths:
+            if value not in known:
                 add(fixed[value])
-        depth = max((depths[v] for v in values_of(op.inputs)), default=0)
-        view = _view(op) if [*values_of(op.inputs)] == [*op.inputs[:1]] else None
-        if view is None:
-            depth += 1
-            loops[depth][freeze_op(op.eqn), tuple(array_type(graph.aval(r)) for r in op.inputs)].append(op)
-        else:
-            views[depth].append(KeyStep(view, (op,), is_view=True))
-        depths.update(dict.fromkeys(op.outputs, depth))
+        run = _view(op) if [*values_of(op.inputs)] == [*op.inputs[:1]] else None
+        if run is None:
+            avals = [graph.aval(ref) for ref in op.inputs]
+            key = freeze_op(op.eqn), tuple(map(array_type, avals))
+            run = _compiled.get(key) or _compiled.put(key, _on_data(op.eqn, avals))
+        steps.append((op, run))
+        known.update(op.outputs)
 
     for op in filter(_is_on_integers, graph.ops):
-        if not all(v in depths or v in fixed for v in values_of(op.inputs)):
+        if not all(v in known or v in fixed for v in values_of(op.inputs)):
             continue
-        if op.name == "random_seed" or any(v in depths for v in values_of(op.inputs)):
+        if op.name == "random_seed" or any(v in known for v in values_of(op.inputs)):
             add(op)
         else:
             fixed.update(dict.fromkeys(op.outputs, op))
-    steps: list[KeyStep] = []
-    for depth in range(max(depths.values(), default=0) + 1):
-        for key, ops in loops[depth].items():
-            loop = _loops.get(key) or _loops.put(key, _loop(ops[0].eqn, [graph.aval(r) for r in ops[0].inputs]))
-            steps.append(KeyStep(loop, tuple(ops), is_view=False))
-        steps += views[depth]
-    return KeySchedule(frozenset(given), frozenset(depths), steps)
+    return KeySchedule(given, frozenset(known), steps)
 
 
 def _is_on_integers(op: Op) -> bool:

@@ -87,6 +87,8 @@ def function_of(tail: Tail, graph: Graph, small: Container[int], mesh: MeshLike 
 
 def repeated(function: Callable[..., tuple[Any, ...]], times: int) -> Callable[..., tuple[Any, ...]]:
     """The function run for each row of its inputs, compiled once; all results in a row."""
+    if times == 1:
+        return function
 
     def program(*inputs: Any) -> tuple[Any, ...]:
         rows = jax.lax.map(lambda row: function(*row), inputs)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ _SHORT_ROW = 16
 _WHOLE_BYTES = 1 << 20
 """Bytes of results that a program may compute whole on each device to avoid short rows, or several times at once."""
 _AT_ONCE = 4
-"""How many equal programs run as one on CPUs, where each run costs about half a millisecond."""
+"""How many equal small programs run as one on CPUs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ class ProgramReport:
     """One distinct program of an `init`.
 
     Attributes:
-        name: Its first ``jit``, such as that of ``jax.random.normal``, or else its last operation. ``init_keys`` stands
-            for all the small loops that derive keys.
+        name: Its first ``jit``, such as that of ``jax.random.normal``, or else its last operation.
         calls: How many times it ran; on CPUs some of these runs are one.
         compile_seconds: Time that its compilation took; 0 if an earlier call had compiled it.
         bytes_per_device: Bytes of one run's results on each device.
@@ -56,25 +55,18 @@ class ProgramReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A program with the shardings of its results (None: the compiler chooses) and of its inputs (None: uncommitted).
+    """A call of a program: one tail, or up to ``at_once`` equal ones. Steps with equal keys run the same executable.
 
-    ``inexact``: its results can depend on the mesh. ``repeatable``: it may run together with equal ones.
+    It has the shardings of the results (None: the compiler chooses) and of the inputs (None: uncommitted).
+    ``inexact``: the results can depend on the mesh.
     """
 
-    tail: Tail
+    key: Hashable
+    tails: tuple[Tail, ...]
     shardings: tuple[NamedSharding | None, ...]
     placements: tuple[Any, ...]
     inexact: bool
-    repeatable: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """A step, or up to `_AT_ONCE` equal ones that run as one. Batches with equal keys run the same executable."""
-
-    key: Hashable
-    steps: tuple[Step, ...]
-    repeated: bool
+    at_once: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -90,35 +82,33 @@ class Recipe:
     mesh: MeshLike | None
     refs: list[Ref | None]
     keys: KeySchedule
-    batches: list[Batch]
+    steps: list[Step]
     moves: dict[int, NamedSharding]
     wants: Mapping[int, list[Place]]
 
-    def lower(self, batch: Batch) -> Any:
-        """Lowers the program of a batch."""
-        step = batch.steps[0]
+    def lower(self, step: Step) -> Any:
+        """Lowers a program."""
         structs: list[jax.ShapeDtypeStruct] = []
-        for ref, placement in zip(step.tail.inputs, step.placements, strict=True):
+        rows = () if step.at_once == 1 else (step.at_once,)
+        for ref, placement in zip(step.tails[0].inputs, step.placements, strict=True):
             aval = self.graph.aval(ref)
             struct = data_struct(aval) if isinstance(ref, int) and ref in self.keys.values else aval
-            shape = (_AT_ONCE, *struct.shape) if batch.repeated else struct.shape
-            structs.append(jax.ShapeDtypeStruct(shape, struct.dtype, sharding=placement))
+            structs.append(jax.ShapeDtypeStruct((*rows, *struct.shape), struct.dtype, sharding=placement))
         manual_mesh = self.traced.mesh if isinstance(self.traced.mesh, Mesh) else self.mesh
-        function, shardings = function_of(step.tail, self.graph, self.keys.values, manual_mesh), step.shardings
-        if batch.repeated:
-            function, shardings = repeated(function, _AT_ONCE), shardings * _AT_ONCE
+        function = function_of(step.tails[0], self.graph, self.keys.values, manual_mesh)
         with compat.no_context_mesh():
-            return jax.jit(function, out_shardings=shardings).lower(*structs)
+            jitted = jax.jit(repeated(function, step.at_once), out_shardings=step.shardings * step.at_once)
+            return jitted.lower(*structs)
 
-    def distinct(self) -> dict[Hashable, Batch]:
-        """One batch for each distinct program."""
-        return dict(reversed([(batch.key, batch) for batch in reversed(self.batches)]))
+    def distinct(self) -> dict[Hashable, Step]:
+        """One step for each distinct program."""
+        return dict(reversed([(step.key, step) for step in reversed(self.steps)]))
 
     def compile(self) -> dict[Hashable, Compilation]:
         """Starts the compilation of each distinct program that isn't compiled yet."""
         found: dict[Hashable, Compilation] = {}
-        for key, batch in self.distinct().items():
-            found[key] = compilations.get(key) or compilations.put(key, submit(self.lower(batch)))
+        for key, step in self.distinct().items():
+            found[key] = compilations.get(key) or compilations.put(key, submit(self.lower(step)))
         return found
 
 
@@ -126,15 +116,10 @@ class Recipe:
 
 
 def make_recipe(
-    request: Request,
-    mapping: AxisMapping | None,
-    mesh: MeshLike | None,
-    memory_kind: str | None,
-    *,
-    in_batches: bool = True,
+    request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, kind: str | None, *, in_batches: bool = True
 ) -> Recipe:
-    """Traces a call and splits it into programs; ``in_batches``: equal ones may run as one."""
-    traced = trace(request, mapping, mesh, memory_kind)
+    """Traces a call and splits it into programs; ``in_batches``: on CPUs several may run as one."""
+    traced = trace(request, mapping, mesh, kind)
     graph = flatten(traced.closed)
     refs: list[Ref | None] = [None if output.slot is None else graph.outputs[output.slot] for output in traced.outputs]
     inputs: dict[int, Any] = dict(zip(graph.inputs, request.arrays, strict=True)) | graph.consts
@@ -143,36 +128,45 @@ def make_recipe(
     for ref, output in zip(refs, traced.outputs, strict=True):
         if isinstance(ref, int) and ref not in inputs:
             wants[ref].append(output.place)
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    moves = {
-        v: everywhere
-        for v, x in inputs.items()
-        if v not in keys.values and everywhere is not None and _is_foreign(x, everywhere.mesh)
-    }
-    placements: dict[int, Any] = {
-        v: _on_auto_axes(moves.get(v) or _committed_sharding(x)) for v, x in inputs.items() if v not in keys.values
-    }
-    on_cpu = on_cpus(mesh if isinstance(mesh, Mesh) else None)
-    steps: list[Step] = []
+    arrays = {v: x for v, x in inputs.items() if v not in keys.values}
+    moves: dict[int, NamedSharding] = {}
+    if isinstance(mesh, Mesh):
+        moves = {v: NamedSharding(mesh, PartitionSpec()) for v, x in arrays.items() if _is_foreign(x, mesh)}
+    placements = {v: _on_auto_axes(moves.get(v) or _committed_sharding(x)) for v, x in arrays.items()}
+    with compat.no_context_mesh():
+        settings = compat.trace_key()
+    equal: dict[Hashable, list[Step]] = collections.defaultdict(list)
     for ops, results in split(graph, keys.values, [*wants]):
         tail = tail_of(graph, keys.values, ops, results)
-        targets = [wants[v][0] if v in wants else everywhere for v in results]
         at = tuple(placements.get(ref) if isinstance(ref, int) else None for ref in tail.inputs)
-        steps.append(_step(tail, graph, keys, targets, at, on_cpu))
-        placements.update(zip(results, map(_on_auto_axes, steps[-1].shardings), strict=True))
-    return Recipe(graph, traced, mesh, refs, keys, _batches_of(steps, in_batches), moves, wants)
+        step = _step(tail, graph, [wants[v][0] for v in results], at, settings)
+        equal[step.key].append(step)
+    on_cpu = in_batches and on_cpus(mesh if isinstance(mesh, Mesh) else None)
+    steps = [step for same in equal.values() for step in (_together(same, graph, arrays) if on_cpu else same)]
+    return Recipe(graph, traced, mesh, refs, keys, steps, moves, wants)
 
 
-def _step(
-    tail: Tail, graph: Graph, keys: KeySchedule, targets: Sequence[Any], at: tuple[Any, ...], on_cpu: bool
-) -> Step:
+def _together(same: list[Step], graph: Graph, arrays: Container[int]) -> list[Step]:
+    """Equal steps as fewer, if they're small and take nothing but keys and numbers: each costs half a millisecond."""
+    first, avals = same[0], [graph.avals[v] for v in same[0].tails[0].results]
+    plain = not any(compat.is_key_array(aval) or aval.weak_type for aval in avals)
+    fits = _AT_ONCE * bytes_per_device(avals, first.shardings) <= _WHOLE_BYTES
+    inputs = first.tails[0].inputs
+    if len(same) <= _AT_ONCE // 2 or not (plain and fits and inputs) or any(v in arrays for v in values_of(inputs)):
+        return same
+    key = first.key, _AT_ONCE
+    groups = (tuple(step.tails[0] for step in same[i : i + _AT_ONCE]) for i in range(0, len(same), _AT_ONCE))
+    return [dataclasses.replace(first, key=key, tails=tails, at_once=_AT_ONCE) for tails in groups]
+
+
+def _step(tail: Tail, graph: Graph, targets: Sequence[Place], at: tuple[Any, ...], settings: Hashable) -> Step:
     """A program with the shardings of its results, which are moved from there to other memory kinds.
 
     Functions that compilers approximate must come out the same on every mesh, so small results that would be cut into
     short rows are computed whole on CPUs.
     """
     avals = [graph.avals[v] for v in tail.results]
-    short = on_cpu and tail.approximates and any(map(_has_short_rows, avals, targets))
+    short = tail.approximates and any(map(_has_short_rows, avals, targets))
     whole = short and bytes_per_device(avals, [None] * len(avals)) <= _WHOLE_BYTES
     manual = any(is_manual(op.eqn) for op in tail.ops)
     shardings = tuple(
@@ -184,28 +178,7 @@ def _step(
     everything = [*zip(shardings, avals, strict=True), *zip(at, map(graph.aval, tail.inputs), strict=True)]
     sharded = manual or any(_is_split(sharding, aval) for sharding, aval in everything)
     inexact = sharded and (tail.reduces or (short and not whole))
-    plain = not any(compat.is_key_array(aval) or aval.weak_type for aval in avals)
-    # Literals, keys and small integers come as numpy arrays, which are stacked; arrays are on devices.
-    alone = manual or not tail.inputs or any(v not in keys.values for v in values_of(tail.inputs))
-    effects = any(op.eqn.effects for op in tail.ops)
-    fits = _AT_ONCE * bytes_per_device(avals, shardings) <= _WHOLE_BYTES
-    return Step(tail, shardings, at, inexact, on_cpu and plain and fits and not alone and not effects)
-
-
-def _batches_of(steps: Sequence[Step], together: bool) -> list[Batch]:
-    """The steps, equal ones ``together`` where they may be."""
-    with compat.no_context_mesh():
-        settings = compat.trace_key()
-    equal: dict[tuple[Hashable, int | None], list[Step]] = collections.defaultdict(list)
-    for step in steps:
-        key = step.tail.key, step.shardings, step.placements, settings
-        equal[key, None if together and step.repeatable else id(step)].append(step)
-    batches: dict[int, Batch] = {}
-    for (key, _), same in equal.items():
-        size = _AT_ONCE if len(same) > _AT_ONCE // 2 else 1
-        for i in range(0, len(same), size):
-            batches[id(same[i])] = Batch((key, size), tuple(same[i : i + size]), size > 1)
-    return [batches[id(step)] for step in steps if id(step) in batches]
+    return Step((tail.key, shardings, at, settings), (tail,), shardings, at, inexact, 1)
 
 
 def _is_readable(x: Any) -> bool:
@@ -216,11 +189,9 @@ def _committed_sharding(x: Any) -> Any:
     return x.sharding if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)) else None
 
 
-def _is_foreign(x: Any, mesh: MeshLike) -> bool:
+def _is_foreign(x: Any, mesh: Mesh) -> bool:
     sharding = _committed_sharding(x) if isinstance(x, jax.Array) else None
-    if sharding is None or not isinstance(mesh, Mesh):
-        return False
-    return compat.device_order(sharding) != tuple(mesh.devices.flat)
+    return sharding is not None and compat.device_order(sharding) != tuple(mesh.devices.flat)
 
 
 def _on_auto_axes(sharding: Any) -> Any:
@@ -236,8 +207,8 @@ def _is_split(sharding: Any, aval: Any) -> bool:
 
 
 def _has_short_rows(aval: Any, want: Any) -> bool:
-    """Whether a sharding cuts an array into short rows, or would if it were transposed."""
-    if not isinstance(want, NamedSharding) or not _is_split(want, aval):
+    """Whether a sharding over CPUs cuts an array into short rows, or would if it were transposed."""
+    if not isinstance(want, NamedSharding) or not _is_split(want, aval) or not on_cpus(want):
         return False
     shard = want.shard_shape(aval.shape)
     cut = [part for part, size in zip(shard, aval.shape, strict=True) if part < size]
@@ -267,29 +238,24 @@ class Run:
     def leaves(self, programs: Mapping[Hashable, Callable[..., Any]]) -> list[Any]:
         """Runs the programs and returns the output leaves. Each result is moved at once if it's wanted elsewhere."""
         recipe = self._recipe
-        values = {v: x for v, x in self._inputs.items() if v not in self._small}
-        values |= move({v: (values[v], sharding) for v, sharding in recipe.moves.items()})
-        shared = {ref for batch in recipe.batches for step in batch.steps for ref in values_of(step.tail.inputs)}
+        arrays = {v: x for v, x in self._inputs.items() if v not in self._small}
+        arrays |= move({v: (x, recipe.moves[v]) for v, x in arrays.items() if v in recipe.moves})
+
+        def read(ref: Ref) -> Any:
+            return arrays[ref] if isinstance(ref, int) and ref in arrays else self._data(ref)
+
         there: dict[Any, Any] = {}
-        for batch in recipe.batches:
-            made = programs[batch.key](*self._inputs_of(batch, values))
-            owners = [value for step in batch.steps for value in step.tail.results]
-            # A batch that isn't full computes some results that nothing needs.
-            for value, x in zip(owners, made, strict=False):
-                if value in shared:
-                    values[value] = x
-                for want in recipe.wants.get(value, ()):
+        for step in recipe.steps:
+            rows = [list(map(read, tail.inputs)) for tail in step.tails]
+            # Those of a step that isn't full compute some results that nothing needs.
+            rows += rows[-1:] * (step.at_once - len(rows))
+            inputs = rows[0] if step.at_once == 1 else map(np.stack, zip(*rows, strict=True))
+            values = [value for tail in step.tails for value in tail.results]
+            for value, x in zip(values, programs[step.key](*inputs), strict=False):
+                for want in recipe.wants[value]:
                     is_there = want is None or x.sharding == want
                     there[value, want] = x if is_there else move({value: (x, want)})[value]
         return self._deliver(there)
-
-    def _inputs_of(self, batch: Batch, values: Mapping[int, Any]) -> list[Any]:
-        if not batch.repeated:
-            refs = batch.steps[0].tail.inputs
-            return [values[ref] if isinstance(ref, int) and ref in values else self._data(ref) for ref in refs]
-        full = (*batch.steps, *batch.steps[-1:] * (_AT_ONCE - len(batch.steps)))
-        rows = [map(self._data, step.tail.inputs) for step in full]
-        return [np.stack(column) for column in zip(*rows, strict=True)]
 
     def _data(self, ref: Ref) -> np.ndarray:
         """A literal, a small integer or the data of a key."""
@@ -328,17 +294,13 @@ class Run:
 
     def reports(self, pending: Mapping[Hashable, Compilation], fresh: set[Hashable]) -> tuple[ProgramReport, ...]:
         """One report for each distinct program; ``fresh`` are the keys of those compiled for this call."""
-        recipe = self._recipe
-        calls = collections.Counter(batch.key for batch in recipe.batches for _ in batch.steps)
-        loops = recipe.keys.loops
-        out = [ProgramReport("init_keys", loops, self.keys_seconds, 0, 0, False)] if loops else []
-        for key, batch in recipe.distinct().items():
-            compiled, seconds = pending[key].result()
-            tail, shardings = batch.steps[0].tail, batch.steps[0].shardings
-            size = bytes_per_device([recipe.graph.avals[v] for v in tail.results], shardings)
+        calls = collections.Counter(step.key for step in self._recipe.steps for _ in step.tails)
+        out: list[ProgramReport] = []
+        for key, step in self._recipe.distinct().items():
+            tail, (compiled, seconds) = step.tails[0], pending[key].result()
+            size = bytes_per_device([self._recipe.graph.avals[v] for v in tail.results], step.shardings)
             seconds = seconds if key in fresh else 0.0
-            inexact = batch.steps[0].inexact
-            out.append(ProgramReport(tail.name, calls[key], seconds, size, temporary_bytes(compiled), inexact))
+            out.append(ProgramReport(tail.name, calls[key], seconds, size, temporary_bytes(compiled), step.inexact))
         return tuple(out)
 
 

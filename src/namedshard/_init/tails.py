@@ -2,13 +2,12 @@
 
 A leaf's *tail* is what computes it from arguments, keys and other small integers. Cheap operations that several leaves
 need are part of the tail of each. Leaves that share an expensive large value (a draw, a contraction, a loop) are
-computed by one program; an expensive small value (a mean) is computed by a program of its own.
+computed by one program, so that programs never need each other's results.
 """
 
 import collections
 import dataclasses
 import functools
-import graphlib
 import math
 import operator
 import weakref
@@ -223,64 +222,43 @@ def contents_of(eqn: JaxprEqn) -> tuple[frozenset[tuple[str, bool]], int]:
 
 
 def _is_expensive(op: Op) -> bool:
-    names, size = contents_of(op.eqn)
-    return size > SMALL_SIZE and any(name not in _CHEAP for name, _ in names)
+    """Whether leaves share an operation's result: cheap or small ones are computed by each."""
+    large = any(math.prod(getattr(v.aval, "shape", ())) > SMALL_SIZE for v in op.eqn.outvars)
+    return large and any(name not in _CHEAP for name, _ in contents_of(op.eqn)[0])
 
 
 # --- which leaves one program computes --------------------------------------------------------------------------------
 
 OpGroup: TypeAlias = tuple[list[Op], list[int]]
-"""Operations, and the values among theirs that are results."""
+"""Operations in order, and the values among theirs that are results."""
 
 
 def split(graph: Graph, small: frozenset[int], wanted: Iterable[int]) -> list[OpGroup]:
-    """The programs that compute the wanted values, in an order in which they can run.
-
-    ``small``: values that are computed elsewhere and given to the programs.
-    """
+    """The programs that compute the wanted values; ``small`` ones are computed elsewhere and given to the programs."""
     ops = [op for op in graph.ops if op.eqn.effects or not small.issuperset(op.outputs)]
     results = list(dict.fromkeys(v for v in wanted if v not in small))
     if any(op.eqn.effects for op in ops):
         return [(ops, results)]
-    expensive = [_is_expensive(op) for op in ops]
-    masks = _results_of_ops(graph, ops, expensive, results)
-    groups: list[int] = []
-    for mask, costs in zip(masks, expensive, strict=True):
-        if costs and mask.bit_count() > 1:
+    # As bits: the results that each value leads to, and sets of results that share an expensive value.
+    bits = collections.defaultdict(int, {value: 1 << n for n, value in enumerate(results)})
+    groups = list(bits.values())
+    masks: list[int] = []
+    for op in reversed(ops):
+        mask = functools.reduce(operator.or_, (bits[value] for value in op.outputs))
+        bits.update({value: bits[value] | mask for value in values_of(op.inputs)})
+        masks.append(mask)
+        if mask.bit_count() > 1 and _is_expensive(op):
             apart = [group for group in groups if not group & mask]
-            groups = [*apart, functools.reduce(operator.or_, (g for g in groups if g & mask), mask)]
-    grouped = functools.reduce(operator.or_, groups, 0)
-    groups += [1 << n for n in range(len(results)) if not grouped >> n & 1]
+            groups = [*apart, functools.reduce(operator.or_, (group for group in groups if group & mask))]
+    groups.sort(key=lambda group: group & -group)
     group_of = {n: i for i, group in enumerate(groups) for n in _positions(group)}
     programs: list[OpGroup] = [([], []) for _ in groups]
     for n, value in enumerate(results):
         programs[group_of[n]][1].append(value)
-    for op, mask in zip(ops, masks, strict=True):
-        for i in dict.fromkeys(group_of[n] for n in _positions(mask)):
+    for op, mask in zip(ops, reversed(masks), strict=True):
+        for i in {group_of[n] for n in _positions(mask)}:
             programs[i][0].append(op)
-    return _in_order(programs)
-
-
-def _results_of_ops(graph: Graph, ops: Sequence[Op], expensive: Sequence[bool], results: list[int]) -> list[int]:
-    """The results that each operation leads to, as bits by their positions.
-
-    Adds the small values that are expensive and lead to several results to the results: what needs them leads no
-    further back than to them.
-    """
-    position = {value: n for n, value in enumerate(results)}
-    bits = collections.defaultdict(int, {value: 1 << n for value, n in position.items()})
-    masks: list[int] = []
-    for op, costs in zip(reversed(ops), reversed(expensive), strict=True):
-        for value in op.outputs if costs else ():
-            if bits[value].bit_count() > 1 and math.prod(graph.avals[value].shape) <= SMALL_SIZE:
-                if value not in position:
-                    position[value] = len(results)
-                    results.append(value)
-                bits[value] = 1 << position[value]
-        masks.append(functools.reduce(operator.or_, (bits[value] for value in op.outputs)))
-        for value in values_of(op.inputs):
-            bits[value] |= masks[-1]
-    return masks[::-1]
+    return programs
 
 
 def _positions(mask: int) -> Iterator[int]:
@@ -288,20 +266,6 @@ def _positions(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-def _in_order(programs: list[OpGroup]) -> list[OpGroup]:
-    made_by = {value: n for n, (_, results) in enumerate(programs) for value in results}
-    needs = {
-        n: {made_by[v] for op in ops for v in values_of(op.inputs) if v in made_by} - {n}
-        for n, (ops, _) in enumerate(programs)
-    }
-    try:
-        return [programs[n] for n in graphlib.TopologicalSorter(needs).static_order()]
-    except graphlib.CycleError:
-        # Some need each other's small values: one program computes everything.
-        ops = {id(op): op for own, _ in programs for op in own}
-        return [(sorted(ops.values(), key=lambda op: op.outputs), [v for _, results in programs for v in results])]
 
 
 # --- equal programs ---------------------------------------------------------------------------------------------------
