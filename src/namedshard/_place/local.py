@@ -249,11 +249,11 @@ def _default_sharding() -> Sharding:
         return jnp.zeros(()).sharding
 
 
-def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
+def change_memory(values: Sequence[Any], memory_kind: str, unplaced: Sharding | None = None) -> list[Any]:
     """The same arrays in another memory kind, on the same devices in the same shards; traced or not.
 
-    One array in several places stays one. Host arrays go to the devices that ``jax.numpy`` would take, and
-    ``jax.ShapeDtypeStruct``s get the sharding.
+    One array in several places stays one. Host arrays and uncommitted ones go to ``unplaced``, by default the devices
+    that ``jax.numpy`` would take, and ``jax.ShapeDtypeStruct``s get the sharding.
     """
     staging = compat.staging()
     moved: dict[int, Any] = {}
@@ -266,11 +266,12 @@ def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
             moved[key] = change_traced_memory(x, memory_kind)
         elif now.kind == "host":
             # By way of no device: what is to live in host memory may be too large for one.
-            eager[key] = _own(x), _default_sharding().with_memory_kind(memory_kind)
+            eager[key] = _own(x), (unplaced or _default_sharding()).with_memory_kind(memory_kind)
         elif now.memory_kind == memory_kind:
             moved[key] = x
         else:
-            eager[key] = x, x.sharding.with_memory_kind(memory_kind)
+            sharding = x.sharding if now.committed else unplaced or _default_sharding()
+            eager[key] = x, sharding.with_memory_kind(memory_kind)
     if eager:
         with compat.no_context_mesh():
             results = jax.device_put([x for x, _ in eager.values()], [sharding for _, sharding in eager.values()])

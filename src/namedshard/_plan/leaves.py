@@ -1,7 +1,9 @@
 """The leaves of a tree with their paths and names: what every plan starts from."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,10 +91,11 @@ def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...]
     return names, ""
 
 
-def _of_named(path: str, named: NamedArray) -> Iterator[Leaf]:
-    inner = jax.tree_util.tree_leaves(named.array)
+def _of_named(full: tuple[Any, ...], named: NamedArray) -> Iterator[Leaf]:
+    path, inner = path_string(full), jax.tree_util.tree_leaves(named.array)
     if len(inner) != 1 or inner[0] is not named.array or not is_array_like(named.array):
-        yield from (Leaf(path, value, None) for value in inner)
+        # A whole tree (a Hessian, the state of optax.sm3), whose arrays the names aren't about.
+        yield from (Leaf(leaf.path, leaf.value, None) for leaf in _walk(full, named.array))
         return
     # `named.axes` raises where some tool (optax's factored states) left an array of another rank under the names.
     _, axes = NamedArray.tree_flatten(named)
@@ -107,7 +110,7 @@ def _walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[Leaf]:
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=named)[0]:
         full = prefix + path
         if isinstance(node, NamedArray):
-            yield from _of_named(path_string(full), node)
+            yield from _of_named(full, node)
         elif fields := _named_fields(type(node)):
             children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)[0]
             for (key,), child in children:
@@ -136,6 +139,22 @@ def _without_placeholders(leaves: list[Leaf]) -> list[Leaf]:
     return leaves
 
 
+def with_distinct_paths(leaves: list[Leaf]) -> list[Leaf]:
+    """The leaves, those of one path with an index appended to it: nodes may give several children one key."""
+    taken = collections.Counter(leaf.path for leaf in leaves)
+    if len(taken) == len(leaves):
+        return leaves
+    shared = {path: itertools.count() for path, count in taken.items() if count > 1}
+    out: list[Leaf] = []
+    for leaf in leaves:
+        if (numbers := shared.get(leaf.path)) is not None:
+            path = next(path for n in numbers if (path := f"{leaf.path}[{n}]") not in taken)
+            taken[path] += 1
+            leaf = dataclasses.replace(leaf, path=path)
+        out.append(leaf)
+    return out
+
+
 def named_leaves(tree: Any) -> list[Leaf]:
-    """All raw leaves in order, each with its path and, where it has them, its axis names."""
-    return _without_placeholders(list(_walk((), tree)))
+    """All raw leaves in order, each with a path that no other has and, where it has them, its axis names."""
+    return with_distinct_paths(_without_placeholders(list(_walk((), tree))))

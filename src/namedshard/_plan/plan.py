@@ -27,7 +27,7 @@ from namedshard._plan.mapping import (
     resolve_mapping,
     spec_entry,
 )
-from namedshard._plan.mesh import MeshLike, describe, manual_axes, require_mesh
+from namedshard._plan.mesh import MeshLike, describe, manual_axes, reduce_mesh, require_mesh, restore_mesh
 from namedshard._types import PyTreeDef
 
 ABSENT, BUSY, INDIVISIBLE = "absent", "busy", "indivisible"
@@ -80,6 +80,8 @@ class LeafPlan:
 class Plan:
     """Where every leaf of a tree goes; made by `plan`.
 
+    It can be pickled; in a process without the mesh's devices, its mesh is then the ``AbstractMesh``.
+
     Attributes:
         leaves: One `LeafPlan` per raw leaf, in ``jax.tree_util.tree_leaves`` order.
         mapping: The mapping planned with.
@@ -91,6 +93,11 @@ class Plan:
     mapping: AxisMapping
     mesh: MeshLike
     treedef: PyTreeDef
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A tree, since a pickled structure of Equinox modules isn't equal to theirs: it holds their sentinels.
+        tree = jax.tree_util.tree_unflatten(self.treedef, range(len(self.leaves)))
+        return _restore_plan, (self.leaves, self.mapping, reduce_mesh(self.mesh), tree)
 
     @property
     def specs(self) -> PyTree:
@@ -123,6 +130,10 @@ class Plan:
             if leaf.path == path:
                 return leaf
         raise KeyError(f"no leaf {path!r}{errors.did_you_mean(path, [leaf.path for leaf in self.leaves])}")
+
+
+def _restore_plan(leaves: tuple[LeafPlan, ...], mapping: AxisMapping, mesh: Any, tree: Any) -> Plan:
+    return Plan(leaves, mapping, restore_mesh(*mesh), jax.tree_util.tree_structure(tree))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
