@@ -32,9 +32,11 @@ class Leaf:
 
 
 def is_array_like(x: Any) -> bool:
-    """True for JAX and numpy arrays, tracers and ``ShapeDtypeStruct``s, which have a shape and a dtype."""
-    # Classes of numpy scalars have both attributes too.
-    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+    """True for leaves with a shape and a dtype: JAX and numpy arrays, tracers and ``ShapeDtypeStruct``s.
+
+    Nodes may have both too: ask only about what JAX takes for a leaf.
+    """
+    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def axis_name(axis: haliax.Axis | str) -> str:
@@ -66,11 +68,11 @@ def jax_can_hold(dtype: Any) -> bool:
     """Whether an array of a dtype can be a JAX array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return True
-    return jnp.issubdtype(dtype, np.bool_) or (jnp.issubdtype(dtype, np.number) and dtype.char not in _NO_JAX_DTYPE)
+    return jnp.issubdtype(dtype, np.bool_) or (jnp.issubdtype(dtype, np.number) and dtype.type not in _NUMPY_ONLY)
 
 
-# timedelta64, long double and its complex: numbers to numpy alone.
-_NO_JAX_DTYPE = "mgG"
+# Numbers to numpy alone.
+_NUMPY_ONLY = (np.timedelta64, np.longdouble, np.clongdouble)
 
 
 def native_dtype(dtype: Any) -> Any:
@@ -92,8 +94,8 @@ def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...]
 
 
 def _of_named(full: tuple[Any, ...], named: NamedArray) -> Iterator[Leaf]:
-    path, inner = path_string(full), jax.tree_util.tree_leaves(named.array)
-    if len(inner) != 1 or inner[0] is not named.array or not is_array_like(named.array):
+    path = path_string(full)
+    if not (jax.tree_util.all_leaves([named.array]) and is_array_like(named.array)):
         # A whole tree (a Hessian, the state of optax.sm3), whose arrays the names aren't about.
         yield from (Leaf(leaf.path, leaf.value, None) for leaf in _walk(full, named.array))
         return

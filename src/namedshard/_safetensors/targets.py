@@ -14,7 +14,7 @@ from namedshard import _errors as errors
 from namedshard._place.boxes import volume
 from namedshard._place.shard import check_memory_kind, check_memory_of
 from namedshard._plan.best_effort import best_effort_spec
-from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
+from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, jax_dtype, named_leaves, native_dtype
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping
 from namedshard._plan.mesh import MeshLike, describe, require_mesh, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
@@ -172,11 +172,22 @@ class _Conversion(NamedTuple):
     refusal: str = ""
 
 
+def _jax_dtype(dtype: Any) -> Any:
+    """The dtype of the JAX array, or None if JAX has none."""
+    try:
+        return jax_dtype(dtype) if jax_can_hold(native_dtype(dtype)) else None
+    except TypeError:
+        return None
+
+
 def _resolve_conversion(leaf: Leaf, have: np.dtype[Any], options: LoadOptions) -> _Conversion:
-    if jnp.issubdtype(leaf.value.dtype, jax.dtypes.extended):
-        return _Conversion(have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data")
     requested = requested_dtype(options.dtype, leaf.path, have)
-    wanted = jax.dtypes.canonicalize_dtype(leaf.value.dtype if requested is None else requested)
+    asked = leaf.value.dtype if requested is None else requested
+    wanted = _jax_dtype(asked)
+    if wanted is None:
+        return _Conversion(have, False, f"JAX has no dtype {asked}")
+    if jnp.issubdtype(wanted, jax.dtypes.extended):
+        return _Conversion(have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data")
     if CODES[have] in PACKED_BITS:
         return _Conversion(wanted, False, f"{CODES[have]} is packed and cannot be loaded")
     if _kind(have) is _kind(wanted):
@@ -288,7 +299,10 @@ def _convert(
             if refusal := resolved[origin.info.dtype].refusal:
                 lines.append(f"{errors.at(leaf.path)}: tensor {origin.name!r}: {refusal}")
         # A leaf without elements may have no origin.
-        dtype = next(iter(resolved.values())).dtype if mine else jax.dtypes.canonicalize_dtype(leaf.value.dtype)
+        dtype = next(iter(resolved.values())).dtype if mine else _jax_dtype(leaf.value.dtype)
+        if dtype is None:
+            lines.append(f"{errors.at(leaf.path)}: JAX has no dtype {leaf.value.dtype}")
+            continue
         check = any(c.check for c in resolved.values())
         out.append(Target(i, leaf.path, tuple(leaf.value.shape), dtype, sharding, tuple(mine), check))
     if lines:
