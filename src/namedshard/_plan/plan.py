@@ -311,10 +311,12 @@ def plan_leaves(
     memory_kind: str | None,
     manual: frozenset[str],
     collect: list[Problem] | None = None,
+    source: str = "",
 ) -> Plan:
     """Plan leaves that are walked already; see `plan`.
 
     With a list to ``collect`` problems in, nothing is raised or warned of: an axis with a problem is left unsharded.
+    Leaves read from a ``source`` are warned of at each call.
     """
     view = _MeshView(mesh, manual)
     problems: list[Problem] = []
@@ -343,7 +345,8 @@ def plan_leaves(
     if replicated and collect is None:
         bad = errors.count_of(len({path for path, _ in replicated}), total)
         lines = [f"{errors.at(path)}: {text}" for path, text in replicated]
-        errors.warn_once(errors.message(f'{bad} replicated along an axis (indivisible="replicate")', lines))
+        headline = f'{source}{": " * bool(source)}{bad} replicated along an axis (indivisible="replicate")'
+        (errors.warn_user if source else errors.warn_once)(errors.message(headline, lines))
     return Plan(tuple(out), mapping, mesh, treedef)
 
 
