@@ -17,6 +17,9 @@ from namedshard._place.traced import change_traced_memory, constrain_traced
 from namedshard._plan.leaves import jax_dtype
 from namedshard._types import Bounds
 
+SMALL_BYTES = 256 << 10
+"""What comes from a device about as fast as a single byte."""
+
 
 def run(work: Sequence[Move], *, manual: frozenset[str]) -> None:
     """Carry out checked moves, filling in each one's ``result``."""
@@ -200,9 +203,12 @@ def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
     if box == held or not on_device or on_cpus(piece.sharding):
         # The ellipsis keeps arrays of no dimensions arrays.
         return np.asarray(piece)[(*slices, ...)]
-    # Only the box crosses to the host, and JAX keeps no copy of the whole piece there.
+    # Only the box, or little more, crosses to the host, and JAX keeps no copy of the whole piece there.
+    shape = boxes.rounded_up(boxes.shape_of(box), piece.shape, SMALL_BYTES // piece.dtype.itemsize)
+    start = [min(s.start, n - size) for s, n, size in zip(slices, piece.shape, shape, strict=True)]
     with compat.no_context_mesh(), compat.keeping_bits([piece.dtype]):
-        return np.asarray(jax.lax.dynamic_slice(piece, [s.start for s in slices], boxes.shape_of(box)))
+        read = np.asarray(jax.lax.dynamic_slice(piece, start, shape))
+    return read[(*(slice(s.start - at, s.stop - at) for s, at in zip(slices, start, strict=True)), ...)]
 
 
 def _device_kind(sharding: Sharding) -> str:
