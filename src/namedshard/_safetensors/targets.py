@@ -171,8 +171,9 @@ def _chosen_sharding(value: Any, mesh: Mesh | None) -> Sharding | None:
     if not chosen or not isinstance(own, NamedSharding) or not _is_abstract(own):
         return own if chosen and isinstance(own, Sharding) else None
     # Under an Explicit mesh, JAX makes structs replicated too.
-    placed = mesh is not None and any(axes is not None for axes in own.spec)
-    return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind) if placed else None
+    if mesh is None or all(axes is None for axes in own.spec):
+        return None
+    return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind)
 
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
