@@ -180,6 +180,14 @@ def test_the_key_of_a_trace_changes_with_whatever_a_trace_depends_on() -> None:
     assert compat.trace_key() == plain
 
 
+def test_64_bits_are_on_only_where_an_array_needs_them() -> None:
+    for dtypes, on in [((), False), ((np.float32, jnp.bfloat16), False), ((np.int8, np.int64), True)]:
+        with compat.keeping_bits(map(np.dtype, dtypes)):
+            assert jax.config.jax_enable_x64 is on
+    with compat.keeping_bits([jax.random.key(0).dtype]):
+        assert not jax.config.jax_enable_x64
+
+
 def test_how_many_executables_are_made() -> None:
     f = jax.jit(lambda x: x + 1)
     one, three = np.float32(1), np.ones(3, np.float32)

@@ -1,6 +1,8 @@
 """How often a function is traced and compiled, and what its compiled program says."""
 
+import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -323,3 +325,39 @@ def test_references_and_arrays_without_bytes_pass_as_they_are() -> None:
         for _ in range(2):
             assert same(step(total, tangent, jnp.ones(8)), np.full(8, 2, np.float32))
         assert same(total[...], np.full(8, 2, np.float32))
+
+
+# --- results on several meshes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", [None, M42], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("placed", [False, True])
+def test_results_on_several_meshes_are_named(context: Any, placed: bool) -> None:
+    four = mesh((4,), "z")
+
+    def step(x):
+        here = jax.lax.with_sharding_constraint(x * 2, NamedSharding(M42, P("data")))
+        there = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(four, P("z"))))(x)
+        return {"a": here, "b": jax.lax.with_sharding_constraint(x, NamedSharding(four, P("z"))), "c": there + 1}
+
+    x = jax.device_put(counting(8), NamedSharding(M42, P())) if placed else counting(8)
+    fn = ns.named_jit(step)
+    with jax.set_mesh(context) if context else contextlib.nullcontext():
+        for call in (fn, fn.eval_shape, fn.lower):
+            with pytest.raises(ns.TracedMoveError) as caught:
+                call(x)
+    line = inspect.getsourcelines(step)[1] + 2
+    assert str(caught.value) == (
+        "step: 2 arrays are constrained to other devices than the compiled function runs on, cpu devices"
+        " [0, 1, 2, 3, 4, 5, 6, 7]\n"
+        f"  {__file__}:{line}: to cpu devices [0, 1, 2, 3]\n"
+        "  ['b']: to cpu devices [0, 1, 2, 3]\n"
+        "  fix: place all results on one mesh, and move the others after the call with ns.shard"
+    )
+    # Meshes with the same devices in one order are fine.
+    both = ns.named_jit(
+        lambda x: [
+            jax.lax.with_sharding_constraint(x, NamedSharding(m, P(m.axis_names[0]))) for m in (M42, mesh((8,), "z"))
+        ]
+    )
+    assert all(same(y, counting(8)) for y in both(counting(8)))

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import M8, M8_REVERSED, assert_exactly, bits, counting, na
+from support import M8, M8_REVERSED, M42, assert_exactly, bits, counting, na
 
 import namedshard as ns
 
@@ -197,6 +198,48 @@ def test_an_argument_that_cannot_become_an_output() -> None:
         )
         # Nothing of that shape comes out: it is merely freed.
         assert float(ns.named_jit(lambda x: x.sum(), donate_args=(True,))(put("data", shape=(24, 2)))) == 47 * 24
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_an_argument_whose_shape_merely_is_that_of_an_output() -> None:
+    mapping = {"a": "data", "b": "model"}
+    x, w = na(counting(8, 8), "c a"), na(counting(8, 8), "b c")
+    with jax.set_mesh(M42):
+        x, w = ns.shard((x, w), mapping)
+        want = counting(8, 8).T @ counting(8, 8).T
+
+        def product(x, w):
+            return hax.named(x.array.T @ w.array.T, ("a", "b"))
+
+        for step in (
+            product,
+            lambda x, w: (product(x, w) * 2) / 2,
+            lambda x, w: jax.checkpoint(lambda w: product(x, w))(w),
+        ):
+            out = ns.named_jit(step, mapping, donate_args=(False, True))(
+                x, ns.shard(na(counting(8, 8), "b c"), mapping)
+            )
+            assert bits(out.array) == bits(want)
+        # Gradients that are another argument's update, in other shards.
+        update = ns.named_jit(lambda w, g: w - g.rearrange(w.axes) * 0.5, mapping, donate_args=(False, True))
+        g = ns.shard(na(counting(8, 8), "b c"), {"c": "data"})
+        assert bits(update(w, g).array) == bits(counting(8, 8) * 0.5)
+        # The result takes the place of one that is donated, too.
+        both = ns.named_jit(lambda w, g: w - g * 0.5, mapping, donate_args=(True, True))
+        again = ns.shard(na(counting(8, 8), "b c"), mapping)
+        both(again, ns.shard(na(counting(8, 8), "b c"), {"c": "data"}))
+        assert again.array.is_deleted()
+        # In a loop, and by a jitted function, what is updated is still an update.
+        for update in (
+            lambda w: jax.jit(lambda x: x + 1)(w),
+            lambda w: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, w),
+        ):
+            fn = ns.named_jit(update, out_axis_resources=mapping, donate_args=True)
+            assert told(fn, ns.shard(na(counting(8, 8), "b c"), {"c": "data"})) == text(
+                "<lambda>: 1 donated argument leaf cannot become the output of the same shape",
+                "w: spec P(None, 'data'), but the result has P('model', None)",
+                REUSE_FIX,
+            )
 
 
 def test_names_are_found_however_the_argument_is_passed() -> None:

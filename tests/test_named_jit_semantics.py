@@ -1,9 +1,12 @@
 """What a compiled function means: arguments, statics, results, transformations and methods."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import gc
 import math
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,13 +17,15 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import M8, M42, ONE_OF_EACH, assert_exactly, bits, counting, mesh, na
+from support import M8, M42, ONE_OF_EACH, assert_exactly, bits, counting, mesh, na, unchecked
 
 import namedshard as ns
 from namedshard._jit import store as _calls
+from namedshard._plan.leaves import named_leaves
 
 MAPPING = {"batch": "data", "embed": "model"}
 
@@ -242,6 +247,157 @@ def test_static_fields_are_told_apart_by_type_too() -> None:
         assert ns.named_jit(Scaled(w, value))(x).dtype == Scaled(w, value)(x).dtype
 
 
+class Box:
+    """A value that Python compares by its contents, and so doesn't hash."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Box) and self.n == other.n
+
+
+@dataclasses.dataclass
+class Fields:
+    n: int
+
+
+@dataclasses.dataclass(eq=False)
+class ById:
+    inner: Any
+
+
+class Nested(eqx.Module):
+    inner: Any = eqx.field(static=True)
+
+
+def change(container: Any, key: Any, n: int) -> None:
+    container[key] = n
+
+
+def refill(container: Any, n: int) -> None:
+    container.clear()
+    container.update([n]) if isinstance(container, set) else container.append(n)
+
+
+# How to make one that holds a number, read the number, and change it in place.
+MUTABLE: dict[str, tuple[Callable[[int], Any], Callable[[Any], int], Callable[[Any, int], None]]] = {
+    "dict": (lambda n: {"n": n}, lambda d: d["n"], lambda d, n: change(d, "n", n)),
+    "dict of strings": (lambda n: {"n": str(n)}, lambda d: int(d["n"]), lambda d, n: change(d, "n", str(n))),
+    "dict of lists": (lambda n: {"n": [n]}, lambda d: d["n"][0], lambda d, n: change(d["n"], 0, n)),
+    "defaultdict": (
+        lambda n: collections.defaultdict(int, n=n),
+        lambda d: d["n"],
+        lambda d, n: change(d, "n", n),
+    ),
+    "list": (lambda n: [n], lambda x: x[0], lambda x, n: change(x, 0, n)),
+    "list of names": (lambda n: ["a"] * n, len, lambda x, n: change(x, slice(None), ["a"] * n)),
+    "set": (lambda n: {n}, lambda x: next(iter(x)), refill),
+    "deque": (lambda n: collections.deque([n]), lambda x: x[0], refill),
+    "bytearray": (lambda n: bytearray([n]), lambda x: x[0], lambda x, n: change(x, 0, n)),
+    "numpy": (lambda n: np.array([n, 0]), lambda x: int(x[0]), lambda x, n: change(x, 0, n)),
+    "numpy scalar": (lambda n: np.array(n), lambda x: int(x[()]), lambda x, n: change(x, (), n)),
+    "numpy objects": (lambda n: np.array([n, "a"], object), lambda x: x[0], lambda x, n: change(x, 0, n)),
+    "namespace": (lambda n: types.SimpleNamespace(n=n), lambda x: x.n, lambda x, n: setattr(x, "n", n)),
+    "object with __eq__": (Box, lambda x: x.n, lambda x, n: setattr(x, "n", n)),
+    "view": (
+        lambda n: types.MappingProxyType({"n": [n]}),
+        lambda d: d["n"][0],
+        lambda d, n: change(d["n"], 0, n),
+    ),
+    "dataclass": (Fields, lambda x: x.n, lambda x, n: setattr(x, "n", n)),
+}
+# Where it is held: how to put it there, and how to get it back.
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda x: x, lambda x: x),
+    "tuple": (lambda x: ("a", (x,)), lambda x: x[1][0]),
+    "frozen dataclass": (Config, lambda x: x.scale),
+    "dataclass compared by identity": (ById, lambda x: x.inner),
+    "partial": (lambda x: functools.partial(print, key=x), lambda x: x.keywords["key"]),
+    "dict": (lambda x: {"a": x}, lambda x: x["a"]),
+    "module": (Nested, lambda x: x.inner),
+}
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+@pytest.mark.parametrize(
+    ("kind", "holder"), [*((kind, "itself") for kind in MUTABLE), *(("dict", h) for h in HOLDERS if h != "itself")]
+)
+def test_static_values_may_change_in_place(kind: str, holder: str) -> None:
+    make, read, write = MUTABLE[kind]
+    hold, held = HOLDERS[holder]
+    fn = ns.named_jit(lambda m, x: (m, x * read(held(m.scale))))
+    w, x = jnp.ones(2), jnp.arange(3)
+
+    def check(model: Scaled, n: int) -> None:
+        out, y = fn(model, x)
+        assert same(y, counting(3, dtype=np.int32) * n)
+        # The static fields of a result, too.
+        assert read(held(out.scale)) == n
+
+    value, other = make(3), make(3)
+    model, second = Scaled(w, hold(value)), Scaled(w, hold(other))
+    check(model, 3)
+    check(second, 3)
+    for n in (7, 3, 5):
+        write(value, n)
+        check(second, 3)
+        check(model, n)
+        check(Scaled(w, hold(make(n))), n)
+        check(Scaled(w, hold(make(9))), 9)
+    write(other, 5)
+    check(second, 5)
+    traces = fn.report().traces
+    for _ in range(3):
+        check(model, 5)
+        check(second, 5)
+    assert fn.report().traces == traces
+    # JAX traces again from what the program keeps.
+    jax.clear_caches()
+    write(other, 3)
+    check(model, 5)
+    check(second, 3)
+    # A function that holds arrays, and a program lowered before.
+    whole = ns.named_jit(Reading(w, hold(value), lambda s: read(held(s))))
+    compiled = whole.lower(x).compile()
+    assert same(whole(x), counting(3) * 5) and same(compiled(x), counting(3) * 5)
+    write(value, 4)
+    assert same(whole(x), counting(3) * 4)
+    with pytest.raises(TypeError, match="have another structure"):
+        compiled(x)
+
+
+class Reading(Scaled):
+    read: Callable[[Any], int] = eqx.field(static=True)
+
+    def __call__(self, x):
+        return x * self.weight[0] * self.read(self.scale)
+
+
+@pytest.mark.parametrize("kind", MUTABLE)
+def test_static_arguments_may_change_in_place(kind: str) -> None:
+    make, read, write = MUTABLE[kind]
+    for hold, held in (HOLDERS["dataclass compared by identity"], HOLDERS["partial"]):
+        fn = ns.named_jit(lambda s, x, held=held: x * read(held(s)))
+        value = make(3)
+        static = hold(value)
+        for n in (3, 7, 3):
+            write(value, n)
+            for _ in range(2):
+                assert same(fn(static, jnp.arange(3)), counting(3, dtype=np.int32) * n)
+        assert fn.report().traces == 2
+
+
+def test_static_values_that_python_can_not_take_apart_are_refused() -> None:
+    with pytest.raises(ns.StaticArgumentError) as caught:
+        ns.named_jit(lambda m, x: x)(Scaled(jnp.ones(2), memoryview(bytearray(b"a"))), jnp.ones(3))
+    assert str(caught.value) == (
+        "a static field holds a value of type memoryview, which can be changed in place and can't be compared by its"
+        " contents\n"
+        "  fix: use a hashable value (a tuple, a frozen dataclass), or an array that isn't static"
+    )
+
+
 def test_keys_of_dicts_are_told_apart_by_type() -> None:
     fn = ns.named_jit(lambda d: [type(k).__name__ for k in d])
     assert [fn({k: jnp.ones(2)}) for k in (1, 1.0, True, 1)] == [["int"], ["float"], ["bool"], ["int"]]
@@ -309,6 +465,109 @@ def test_unhashable_statics_are_named_all_at_once() -> None:
         "  argument other is neither an array nor hashable: bytearray\n"
         "  fix: pass an array, or make it hashable (a tuple, a frozen dataclass)"
     )
+
+
+# --- unusual trees ----------------------------------------------------------------------------------------------------
+
+
+class SameKeys:
+    """A node whose children all have one key."""
+
+    def __init__(self, *children: Any, key: Any = None) -> None:
+        self.children, self.key = children, key or jax.tree_util.GetAttrKey("x")
+
+
+jax.tree_util.register_pytree_with_keys(
+    SameKeys,
+    lambda node: ([(node.key, child) for child in node.children], node.key),
+    lambda key, children: SameKeys(*children, key=key),
+)
+
+
+class ReprLess:
+    """Keys of a dict that print alike."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __lt__(self, other: "ReprLess") -> bool:
+        return self.n < other.n
+
+    def __repr__(self) -> str:
+        return "key"
+
+
+KEYS = ReprLess(0), ReprLess(1)
+X, Y = na(counting(8, 4), "batch embed"), na(counting(4, 8) + 1, "embed batch")
+UNUSUAL: dict[str, Callable[[], Any]] = {
+    "equal keys": lambda: SameKeys(X, Y, jnp.ones(3)),
+    "equal keys within each other": lambda: SameKeys(SameKeys(X, Y), SameKeys(X, Y)),
+    "equal keys beside an index": lambda: SameKeys(X, Y, [X, Y]),
+    "equal empty keys": lambda: SameKeys(X, Y, key=jax.tree_util.GetAttrKey("")),
+    "keys that print alike": lambda: {KEYS[0]: X, KEYS[1]: Y},
+    "a key that prints as a path": lambda: {"a": [X], "a'][0]['b": Y},
+    "odd keys": lambda: {"": X, "a.b": Y, "fn": jnp.ones(2), "é\n": jnp.ones(2)},
+    "optax.sm3": lambda: optax.sm3(1e-2).init({"w": X, "b": Y}),
+    "optax.adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2).init({"w": X, "b": jnp.ones(3)}),
+    "hessian": lambda: jax.hessian(lambda p: ((p["a"].array * p["b"].array.T) ** 2).sum())({"a": X, "b": Y}),
+    "jacobian": lambda: jax.jacrev(lambda x: x * 2.0)(X),
+    "quantized": lambda: unchecked({"values": jnp.ones((8, 4), jnp.int8), "scale": jnp.ones(8)}, "batch embed", 8, 4),
+    "pair under one name": lambda: unchecked((jnp.ones((8, 4), jnp.int8), jnp.ones((8, 4))), "batch embed", 8, 4),
+    "named arrays within": lambda: unchecked([X, Y], "batch embed", 8, 4),
+    "nothing": lambda: (None, [], {}, unchecked(None, "batch", 8)),
+    "tied": lambda: [X, X, X.array],
+    "keys and empties": lambda: [jax.random.key(0), jnp.zeros((0, 3)), jnp.float32(1), np.bool_(True)],
+}
+
+
+def with_array(tree: Any) -> Any:
+    return jax.tree_util.tree_map(lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x * 2, tree)
+
+
+@pytest.mark.parametrize("where", [None, M42], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_trees_run_as_under_jax_jit(kind: str, where: Mesh | None) -> None:
+    with jax.set_mesh(where) if where else contextlib.nullcontext():
+        tree = UNUSUAL[kind]()
+        paths = [leaf.path for leaf in named_leaves(tree)]
+        assert len(set(paths)) == len(paths) == len(jax.tree_util.tree_leaves(tree))
+        want = jax.jit(with_array)(tree)
+        for call in (
+            lambda fn: fn(tree),
+            lambda fn: fn(tree=tree),
+            lambda fn: fn.lower(tree).compile()(tree),
+            lambda fn: ns.named_jit(functools.partial(lambda held: fn(held), tree))(),
+        ):
+            out = call(ns.named_jit(with_array, MAPPING if where else None))
+            assert jax.tree_util.tree_structure(out) == jax.tree_util.tree_structure(want)
+            pairs = zip(jax.tree_util.tree_leaves(out), jax.tree_util.tree_leaves(want), strict=True)
+            assert all(bits(a) == bits(b) and a.dtype == b.dtype for a, b in pairs)
+        if where:
+            # An argument is named in messages by a path that no other has.
+            planned = ns.plan(tree, MAPPING, where)
+            assert all(planned[path].path == path for path in paths)
+
+
+def test_arguments_of_one_name() -> None:
+    def step(x, /, *rest, **named):
+        return x, rest, named
+
+    x = jnp.ones(2)
+    for kwargs in ({"x": x * 3}, {"x[0]": x}, {"rest[0]": x, "": x * 5}, {".0": x, "x": x}):
+        out = ns.named_jit(step)(x, x * 2, **kwargs)
+        want = step(x, x * 2, **kwargs)
+        assert jax.tree_util.tree_all(jax.tree_util.tree_map(same, out, want))
+
+    class Holder(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, fn):
+            return self.weight * fn["weight"]
+
+    assert same(ns.named_jit(Holder(x * 2))({"weight": x * 3}), np.full(2, 6, np.float32))
+    with jax.set_mesh(M8), pytest.raises(ns.MismatchError) as caught:
+        ns.named_jit(lambda pair: pair)(SameKeys(*(jax.device_put(x, jax.devices()[n]) for n in range(2))))
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:3]] == ["  pair.x[0]", "  pair.x[1]"]
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -405,6 +664,29 @@ def test_wrapping_again_compiles_nothing_again() -> None:
         again = ns.named_jit(trainer.plain)
         again(jnp.ones(3))
     assert again.report().traces == 1
+
+
+def test_wrappers_of_one_function_have_reports_of_their_own() -> None:
+    def step(x, n=1):
+        return x + n
+
+    first, second = ns.named_jit(step), ns.named_jit(step)
+    for _ in range(3):
+        first(jnp.ones(3))
+    assert first.report() == ns.Report(3, 1, 1, 0, 0)
+    assert second.report() == ns.Report(0, 0, 0, 0, 0)
+    # It uses the other's program.
+    for _ in range(2):
+        second(jnp.ones(3))
+    assert second.report() == ns.Report(2, 1, 1, 0, 0)
+    second(jnp.ones(4))
+    assert (first.report(), second.report()) == (ns.Report(3, 1, 1, 0, 0), ns.Report(3, 2, 2, 0, 0))
+    moving = [ns.named_jit(step, on_mismatch="reshard", in_axis_resources={"a": "data"}) for _ in range(2)]
+    with jax.set_mesh(M8):
+        x = ns.shard(na(counting(8), "a"), {"a": None})
+        moving[0](x)
+    assert [fn.report().reshards for fn in moving] == [1, 0]
+    assert [fn.report().bytes_moved for fn in moving] == [32, 0]
 
 
 @pytest.mark.parametrize("make", [lambda t: lambda x: x * t.factor, lambda t: t.plain], ids=["closure", "method"])

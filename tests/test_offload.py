@@ -2,11 +2,13 @@
 
 import contextlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -22,7 +24,7 @@ from offloading import (
     parameters,
     train,
 )
-from support import M42, na
+from support import M42, counting, na
 
 import namedshard as ns
 from namedshard import _jaxcompat
@@ -82,6 +84,49 @@ def test_states_live_in_host_memory_from_the_start_and_are_remeshed_there() -> N
     assert moved[0].mu["w"].array.sharding.memory_kind == "pinned_host"
     assert moved[0].mu["w"].array.sharding.spec == PartitionSpec("model", "data")
     assert_same(moved, state)
+
+
+COPYING: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optax.adam(1e-2),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "dog": lambda: optax.contrib.dog(1e-2),
+    "dowg": lambda: optax.contrib.dowg(1e-2),
+    "cocob": lambda: optax.contrib.cocob(),
+    "madgrad": lambda: optax.contrib.madgrad(1e-2),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("by", ["set_mesh", "with mesh", "later"])
+@pytest.mark.parametrize("name", COPYING)
+def test_states_that_copy_parameters_which_nobody_placed(name: str, by: str) -> None:
+    params = {"w": na(counting(8, 4) / 32, "b f"), "scale": jnp.ones((4,)), "host": np.ones(3, np.float32)}
+    mapping = {"b": "data", "f": "model"}
+    if name in ("dog", "dowg"):
+        # Their init takes the parameters' norms, of JAX arrays alone.
+        del params["host"]
+
+    def run(make: Callable[[Any], Any]) -> Any:
+        context = {"set_mesh": lambda: jax.set_mesh(M42), "with mesh": lambda: M42, "later": contextlib.nullcontext}
+        optimizer = make(COPYING[name]())
+        with context[by]():
+            placed = ns.shard(params, mapping, M42)
+            state = optimizer.init(placed)
+
+        @ns.named_jit(axis_resources=mapping)
+        def step(gradients: Any, state: Any, params: Any) -> Any:
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        with jax.set_mesh(M42):
+            for _ in range(2):
+                placed, state = step(jax.tree.map(lambda x: x * 0.1, placed), state, placed)
+        return placed, state
+
+    plain = run(lambda optimizer: optimizer)
+    params_after, state = run(ns.offload_optimizer)
+    assert_same((params_after, state), plain)
+    assert "pinned_host" in kinds(state).values()
 
 
 def test_init_in_jit() -> None:
@@ -215,7 +260,7 @@ def test_breaking_the_move_back_is_found(monkeypatch: pytest.MonkeyPatch, run: A
     params = {"w": jnp.ones((4, 4))}
     state = optimizer.init(params)
     real = _offload.change_memory
-    monkeypatch.setattr(_offload, "change_memory", lambda xs, kind: real(xs, "device"))
+    monkeypatch.setattr(_offload, "change_memory", lambda xs, *_: real(xs, "device"))
     assert message_of(lambda: run(optimizer.update)(params, state), ns.OffloadError) == (
         "2 of 2 leaves selected for host memory are in device memory after the update\n"
         "  [0].mu['w']\n"
@@ -228,7 +273,7 @@ def test_breaking_the_move_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = ns.offload_optimizer(optax.adam(1e-3))
     params = {"w": jnp.ones((4, 4))}
     state = optimizer.init(params)
-    monkeypatch.setattr(_offload, "change_memory", lambda xs, kind: list(xs))
+    monkeypatch.setattr(_offload, "change_memory", lambda xs, *_: list(xs))
     assert message_of(lambda: jax.jit(optimizer.update)(params, state), ns.OffloadError) == (
         "2 of 2 leaves selected for host memory are in host memory at the update\n"
         "  [0].mu['w']\n"
@@ -238,7 +283,7 @@ def test_breaking_the_move_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiler_that_ignores_the_transfers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_offload, "change_memory", lambda xs, kind: list(xs))
+    monkeypatch.setattr(_offload, "change_memory", lambda xs, *_: list(xs))
     _offload._check_compiler.cache_clear()
     device = jax.devices()[0]
     text = message_of(lambda: _offload._check_compiler(device, "unpinned_host"), ns.OffloadError)

@@ -305,6 +305,8 @@ DTYPES = [
     "float8_e5m2",
     "float8_e8m0fnu",
     "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
     "float16",
     "bfloat16",
     "float32",

@@ -193,6 +193,23 @@ BAD_FILES = {
 }
 
 
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
+def test_a_file_may_hold_metadata_only_and_metadata_may_be_null(tmp_path, metadata):
+    (tmp_path / "x.safetensors").write_bytes(raw({"__metadata__": metadata}))
+    assert ns.read_header(tmp_path) == {}
+    assert ns.load_safetensors(tmp_path, {"step": "no array"}) == {"step": "no array"}
+    with_one = {"__metadata__": metadata, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    (tmp_path / "x.safetensors").write_bytes(raw(with_one, b"7"))
+    assert list(ns.read_header(tmp_path)) == ["a"]
+
+
+@pytest.mark.parametrize("metadata", [[], "", 0, False, {"n": None}])
+def test_other_metadata_is_refused(tmp_path, metadata):
+    (tmp_path / "x.safetensors").write_bytes(raw({"__metadata__": metadata}))
+    with pytest.raises(ns.HeaderError, match="__metadata__: not an object of strings"):
+        ns.read_header(tmp_path)
+
+
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_a_file_that_lies_is_an_error_with_its_name_and_numbers(tmp_path, case):
     data, expected = BAD_FILES[case]

@@ -152,6 +152,71 @@ def test_a_planned_struct_is_loaded_where_it_says(tmp_path):
         assert_exactly(ns.load_safetensors(path, shapes)["x"], E42, P("model", "data"))
 
 
+def test_a_struct_on_an_abstract_mesh_is_loaded_onto_the_mesh_in_context_or_given(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE})
+    with jax.set_mesh(E42):
+        like = jax.eval_shape(lambda: dict.fromkeys("xy", jax.sharding.reshard(jnp.zeros((8, 16)), P("model", None))))
+        assert_exactly(ns.load_safetensors(path, like)["x"], E42, P("model"))
+    for where in (M42, E42, mesh((2, 4), "model data")):
+        found = ns.load_safetensors(path, like, mesh=where)
+        assert_exactly(found["y"], where, P("model"))
+        assert bits(found["y"]) == bits(VALUE)
+    assert_exactly(
+        ns.load_safetensors(path, like, mesh=M42, memory_kind="pinned_host")["x"], M42, P("model"), "pinned_host"
+    )
+    # A mapping decides for leaves with names.
+    named = {"x": na(like["x"], "a b"), "y": like["y"]}
+    found = ns.load_safetensors(path, named, mapping={"b": "data"}, mesh=M42)
+    assert_exactly(found["x"], M42, P(None, "data"))
+    assert_exactly(found["y"], M42, P("model"))
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "headline", "fix"),
+    [
+        (
+            None,
+            ns.NoMeshError,
+            "1 of 2 leaves sharded on an abstract mesh, and no mesh was given and none is in context",
+            "pass mesh=, or enter jax.set_mesh",
+        ),
+        (
+            M8,
+            ns.PlanError,
+            "1 of 2 leaves cannot be sharded as they say on the mesh 'data'=8",
+            "pass a mesh with these axes that divides the shapes, or other shardings in like",
+        ),
+        (
+            mesh((1, 3), "data model"),
+            ns.PlanError,
+            "1 of 2 leaves cannot be sharded as they say on the mesh 'data'=1, 'model'=3",
+            "pass a mesh with these axes that divides the shapes, or other shardings in like",
+        ),
+    ],
+)
+def test_a_struct_on_an_abstract_mesh_needs_a_mesh_that_fits(tmp_path, where, error, headline, fix):
+    path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE})
+    like = {"x": struct(8, 16, sharding=NamedSharding(E42.abstract_mesh, P("model"))), "y": struct(8, 16)}
+    with nothing_moved(), pytest.raises(error) as raised:
+        ns.load_safetensors(path, like, mesh=where)
+    assert str(raised.value) == (
+        f"load_safetensors: {headline}\n  ['x']: (8, 16) as {P('model')} on the mesh 'data'=4, 'model'=2\n  fix: {fix}"
+    )
+
+
+def test_each_load_warns_of_the_leaves_that_it_replicates(tmp_path):
+    path = write(tmp_path / "x.safetensors", {"odd": counting(6, 2), "even": counting(8, 2)})
+    like = {"odd": na(struct(6, 2), "a b"), "even": na(struct(8, 2), "a b")}
+    for _ in range(2):
+        with pytest.warns(UserWarning) as caught:
+            found = ns.load_safetensors(path, like, mapping={"a": "data"}, mesh=M42, indivisible="replicate")
+        assert [str(w.message) for w in caught] == [
+            f'{path}: 1 of 2 leaves replicated along an axis (indivisible="replicate")\n'
+            "  ['odd']: axis a=6 is not divisible by mesh axis 'data'=4 (6 = 4*1 + 2)"
+        ]
+        assert_exactly(found["odd"], M42, P())
+
+
 def test_real_trees_are_templates_too(tmp_path):
     path = write(tmp_path / "x.safetensors", {"x": VALUE, "y": VALUE})
     placed = jax.device_put(jnp.zeros((8, 16)), NamedSharding(M8, P("data")))

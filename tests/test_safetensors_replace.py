@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import structs, write
+from checkpoints import encode, structs, write
 from support import bits, counting
 
 import namedshard as ns
 from namedshard._safetensors import commit as _commit
 from namedshard._safetensors.commit import PartialFile
-from namedshard._safetensors.folder import select_abandoned
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -116,25 +115,6 @@ def test_a_tensor_in_two_files_without_an_index(tmp_path):
     )
 
 
-def test_what_is_taken_for_remains():
-    three = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    single = "model-00001-of-00001.safetensors"
-    foreign = ["pytorch_model-00001-of-00002.safetensors", "model-1-of-2.safetensors", "model-00001-of-2.safetensors"]
-    assert select_abandoned(three[:2], []) == three[:2]
-    assert select_abandoned(three, []) == []
-    assert select_abandoned([*three, ONE], []) == [ONE]
-    assert select_abandoned([*three, INDEX], three) == []
-    assert select_abandoned([*three, ONE, INDEX], three) == [ONE]
-    assert select_abandoned([*three, "model.safetensors"], []) == three
-    assert select_abandoned([*three, "weights.safetensors"], []) == []
-    assert select_abandoned([*three, "weights.safetensors", SAVING], []) == three
-    assert select_abandoned([*three, SAVING], []) == []
-    assert select_abandoned([*three, "weights.safetensors", "more.safetensors"], []) == []
-    assert select_abandoned([single], []) == select_abandoned([single, "weights.safetensors"], []) == []
-    assert select_abandoned([single, "model.safetensors"], []) == [single]
-    assert select_abandoned([*foreign, "model.safetensors"], []) == []
-
-
 # --- what a save may not touch ----------------------------------------------------------------------------------------
 
 
@@ -181,27 +161,122 @@ def test_a_folder_in_a_files_place_stays(tmp_path):
     assert listed(tmp_path) == [ONE, TWO, "model.safetensors", INDEX]
 
 
-def test_shards_of_a_save_that_was_broken_off_go_before_the_next_is_written(tmp_path, monkeypatch):
-    ns.save_safetensors(TREE, tmp_path)
-    left = ["model-00001-of-00009.safetensors", "model-2-00003-of-00004.safetensors"]
-    for name in (*left, ONE):
+DOWNLOADS = {
+    "some files": ["model-00001-of-00003.safetensors", "model-2-00003-of-00004.safetensors"],
+    "all files": [ONE, TWO],
+    "beside another": [ONE, TWO, "weights.safetensors"],
+    "of another name": ["lora-00001-of-00002.safetensors", "adapter_model.safetensors"],
+    "one of one": ["model-00001-of-00001.safetensors"],
+    "an index first": [INDEX, TWO, "model-00003-of-00003.safetensors"],
+    "of other tools": [
+        "model.safetensors.part",
+        "model.safetensors.aria2",
+        "model-00001-of-00002.safetensors.incomplete",
+        f"{TWO}.0123456789ab.partial",
+        f".{TWO}.Ab3xYz",
+        f".{TWO}.0123456789AB.partial",
+        ".model-1-of-2.safetensors.0123456789ab.partial",
+        ".other.safetensors.0123456789ab.partial",
+        "model-00001-of-2.safetensors",
+        ".cache",
+    ],
+}
+
+
+@pytest.mark.parametrize("limit", ["5GB", 16])
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("case", DOWNLOADS)
+def test_an_unfinished_download_stays(tmp_path, case, crash, limit):
+    for name in DOWNLOADS[case]:
         write(tmp_path / name, FIRST)
+    kept = set(DOWNLOADS[case]) - {INDEX}
+    if INDEX in DOWNLOADS[case]:
+        index(tmp_path, a=ONE, b=TWO)
+    if crash:
+        # It had found names for its shards before the download began.
+        for name in (ONE, "model-3-00001-of-00002.safetensors", "model.safetensors"):
+            (tmp_path / f".{name}.0123456789ab.partial").write_bytes(b"cut off")
+        (tmp_path / SAVING).write_text(json.dumps({"weight_map": {"a": ONE, "b": TWO}}))
+    for path in (tmp_path, tmp_path / "one.safetensors"):
+        ns.save_safetensors(TREE, path, max_shard_size=limit)
+        loads(path)
+    found = set(listed(tmp_path))
+    assert kept <= found
+    assert all((tmp_path / n).read_bytes() == encode(FIRST) for n in kept)
+    if case != "of other tools":
+        assert not [name for name in found if name.startswith(".")]
+
+
+def test_a_link_to_a_checkpoint_elsewhere_goes_and_the_checkpoint_stays(tmp_path):
+    elsewhere, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    ns.save_safetensors(TREE, elsewhere, max_shard_size=16)
+    folder.mkdir()
+    for name in listed(elsewhere):
+        os.symlink(elsewhere / name, folder / name)
+    ns.save_safetensors(TREE, folder)
+    assert listed(folder) == ["model.safetensors"]
+    loads(elsewhere)
+
+
+def test_a_file_that_two_indices_name_stays(tmp_path):
+    ns.save_safetensors(TREE, tmp_path, max_shard_size=16)
+    index(tmp_path, "half.safetensors.index.json", a=ONE)
+    ns.save_safetensors(TREE, tmp_path)
+    assert listed(tmp_path) == ["half.safetensors.index.json", ONE, "model.safetensors"]
+    index(tmp_path, "half.safetensors.index.json", a="model.safetensors")
+    (tmp_path / ONE).unlink()
+    ns.save_safetensors(TREE, tmp_path)
+    assert listed(tmp_path) == [
+        "half.safetensors.index.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors",
+        INDEX,
+    ]
+
+
+def test_shards_never_take_the_place_of_a_file_that_came_meanwhile(tmp_path, monkeypatch):
+    def late(directory: str) -> None:
+        if not (tmp_path / TWO).exists():
+            write(tmp_path / TWO, SECOND)
+
+    original = _commit.Destination.write_index
+
+    def write_index(self: Any, files: Any) -> None:
+        original(self, files)
+        late("")
+
+    monkeypatch.setattr(_commit.Destination, "write_index", write_index)
+    with pytest.raises(ns.CheckpointError) as error:
+        ns.save_safetensors(TREE, tmp_path, max_shard_size=16)
+    assert str(error.value) == (
+        f"{tmp_path}: the checkpoint (32 B) cannot be written: File exists; what was there before is untouched\n"
+        "  fix: free some space, or save elsewhere"
+    )
+    assert listed(tmp_path) == [TWO]
+    assert (tmp_path / TWO).read_bytes() == encode(SECOND)
+
+
+def test_shards_of_a_save_that_is_under_way_stay(tmp_path):
     saving = PartialFile(str(tmp_path / TWO), 8)
-    saving.commit()
-    seen: list[list[str]] = []
-
-    class Watched(PartialFile):
-        def __init__(self, *args: Any):
-            seen.append(listed(tmp_path))
-            super().__init__(*args)
-
-    monkeypatch.setattr("namedshard._safetensors.write.PartialFile", Watched)
+    saving.write(0, memoryview(b"12345678"))
+    saving.commit(True)
     ns.save_safetensors(TREE, tmp_path)
-    # The one that another process still holds is that process's.
-    assert seen == [[TWO, "model.safetensors"]]
-    assert listed(tmp_path) == [TWO, "model.safetensors"]
-    saving.close()
+    assert listed(tmp_path) == [saving.name, TWO, "model.safetensors"]
+    # Nobody told it whether its files are named by an index.
+    saving.close(placed=None)
+    assert listed(tmp_path) == [saving.name, TWO, "model.safetensors"]
     ns.save_safetensors(TREE, tmp_path)
+    assert listed(tmp_path) == ["model.safetensors"]
+
+
+def test_file_systems_without_hard_links(tmp_path, monkeypatch):
+    def link(*args: Any, **options: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    for limit in (16, 16, "5GB"):
+        ns.save_safetensors(TREE, tmp_path, max_shard_size=limit)
+        loads(tmp_path)
     assert listed(tmp_path) == ["model.safetensors"]
 
 
@@ -336,7 +411,7 @@ KILLS = """
         "another index": lambda folder: parts(folder, shards, "theirs.safetensors.index.json"),
         "an index that names the single file": lambda folder: parts(folder, ["model.safetensors", shards[1]], INDEX),
     }
-    STEPS = ("replace", "unlink", "fsync")
+    STEPS = ("replace", "link", "unlink", "fsync")
 
     def killed(folder, limit, nth):
         # Whether the save was killed before it came to its end.
@@ -379,7 +454,7 @@ KILLS = """
             assert whole(folder) == 3, (name, limit, nth, os.listdir(folder))
             ns.save_safetensors(tree(4), folder)
             ours = sorted(n for n in os.listdir(folder) if n.startswith((".", "model")))
-            kept = shards if name == "another index" else []
+            kept = shards if name in ("another index", "no index") else []
             assert ours == [*kept, "model.safetensors"], (name, limit, nth, ours)
             shutil.rmtree(folder)
             if not went_on:

@@ -339,8 +339,8 @@ def test_links_are_replaced_and_not_written_through(tmp_path):
 def test_leftovers_of_a_crash_go_and_files_that_are_being_written_stay(tmp_path):
     ns.save_safetensors(tree_of(0), tmp_path)
     left = [".model.safetensors.0123456789ab.partial", f".{INDEX}.0123456789ab.partial"]
-    left += ["model-2-00001-of-00009.safetensors", "model-00001-of-00009.safetensors"]
-    others = [".model.safetensors.partial", ".other.safetensors.0123456789ab.partial", "model-1-of-2.safetensors"]
+    others = ["model-2-00001-of-00009.safetensors", "model-00001-of-00009.safetensors"]
+    others += [".model.safetensors.partial", ".other.safetensors.0123456789ab.partial", "model-1-of-2.safetensors"]
     for name in (*left, *others):
         (tmp_path / name).write_bytes(raw({}))
     living = PartialFile(str(tmp_path / "model.safetensors"), 10)

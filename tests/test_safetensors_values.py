@@ -99,7 +99,7 @@ def test_narrowing_is_an_error_that_lists_all_tensors(tmp_path):
     with nothing_moved(), pytest.raises(ns.NarrowingError) as error:
         ns.load_safetensors(path, like)
     assert str(error.value) == (
-        "5 of 6 leaves cannot take the checkpoint's dtypes\n"
+        f"{path}: 5 of 6 leaves cannot take the checkpoint's dtypes\n"
         "  ['big']: tensor 'big': float64 would be rounded to float32\n"
         "  ['f']: tensor 'f': float64 would be rounded to float32\n"
         "  ['i']: tensor 'i': int64 values may not fit int32\n"
@@ -121,7 +121,7 @@ def test_values_that_fit_are_taken_where_the_caller_allows_it(tmp_path, spec):
     with nothing_moved(), pytest.raises(ns.NarrowingError) as error:
         ns.load_safetensors(path, both, narrow="fit", unexpected="ignore")
     assert str(error.value) == (
-        "2 tensors hold values that do not fit\n"
+        f"{path}: 2 tensors hold values that do not fit\n"
         "  ['big']: tensor 'big': 1e+300 does not fit float32\n"
         "  ['u']: tensor 'u': 8589934592 does not fit uint32\n"
         "  fix: pass a wider dtype=, or enable 64-bit types"
@@ -134,7 +134,7 @@ def test_values_that_fit_are_taken_where_the_caller_allows_it(tmp_path, spec):
     with pytest.raises(ns.NarrowingError) as error:
         ns.load_safetensors(path, {"i": struct(2, dtype=np.int8)}, narrow="fit", unexpected="ignore")
     assert str(error.value) == (
-        "1 tensor holds values that do not fit\n"
+        f"{path}: 1 tensor holds values that do not fit\n"
         "  ['i']: tensor 'i': -2147483648 and 2147483647 do not fit int8\n"
         "  fix: pass a wider dtype=, or enable 64-bit types"
     )
@@ -150,7 +150,7 @@ def test_values_are_checked_where_another_kind_or_a_narrow_integer_is_asked_for(
     with pytest.raises(ns.NarrowingError) as error:
         ns.load_safetensors(path, like, dtype={"['f']": np.int8, "['n']": np.int32}, unexpected="ignore")
     assert str(error.value) == (
-        "2 tensors hold values that do not fit\n"
+        f"{path}: 2 tensors hold values that do not fit\n"
         "  ['f']: tensor 'f': 300.0 does not fit int8\n"
         "  ['n']: tensor 'n': nan does not fit int32\n"
         "  fix: pass a wider dtype=, or enable 64-bit types"
@@ -160,7 +160,7 @@ def test_values_are_checked_where_another_kind_or_a_narrow_integer_is_asked_for(
     with pytest.raises(ns.NarrowingError) as error:
         ns.load_safetensors(edge, {"f": struct(1), "g": struct(1)}, dtype={"['f']": np.int32, "['g']": np.int32})
     assert str(error.value).splitlines()[:2] == [
-        "1 tensor holds values that do not fit",
+        f"{edge}: 1 tensor holds values that do not fit",
         "  ['f']: tensor 'f': 2.1474836e+09 does not fit int32",
     ]
     tree = ns.load_safetensors(path, like, dtype={"['f']": np.int16}, unexpected="ignore")
@@ -178,8 +178,15 @@ def test_64_bit_types_are_kept_where_they_are_enabled(tmp_path):
 def test_packed_dtypes_and_keys_are_refused_by_name(tmp_path):
     header = {"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
     (tmp_path / "x.safetensors").write_bytes(raw(header, b"\x11"))
-    with pytest.raises(ns.NarrowingError, match=r"tensor 'x': F4 is packed and cannot be loaded"):
-        ns.load_safetensors(tmp_path / "x.safetensors", {"x": struct(2)})
+    refusal = (
+        "%s: 1 of 1 leaf cannot take the checkpoint's dtypes\n"
+        "  ['x']: tensor 'x'%s: F4 is packed and cannot be loaded\n"
+        '  fix: say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types'
+    )
+    for path, of in [(tmp_path / "x.safetensors", ""), (tmp_path, " of x.safetensors")]:
+        with pytest.raises(ns.NarrowingError) as error:
+            ns.load_safetensors(path, {"x": struct(2)})
+        assert str(error.value) == refusal % (path, of)
     write(tmp_path / "k.safetensors", {"k": np.zeros((), np.uint32)})
     with pytest.raises(
         ns.NarrowingError, match=r"a typed PRNG key has no dtype in a file; load its jax.random.key_data"

@@ -1,5 +1,6 @@
 """Whole trees through `shard`: nothing done twice, all or nothing, structs."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,6 +261,50 @@ def test_with_64_bits_on_nothing_is_narrowed() -> None:
     with jax.enable_x64(True):
         y = ns.shard(na(np.array([2**40] * 8), "b"), {"b": "data"}, M8).array
         assert y.dtype == np.int64 and np.asarray(y).tolist() == [2**40] * 8
+
+
+WIDE = [
+    np.arange(8) + 2**40,
+    np.arange(8, dtype=np.uint64) + 2**63,
+    np.arange(8) * 1e300 + 0.1,
+    np.arange(8) * 1e300j + 0.1,
+]
+STARTS = {
+    "uncommitted": jnp.asarray,
+    "one device": lambda x: jax.device_put(x, DEVICES[3]),
+    "sharded": lambda x: put(x, M42, "data"),
+    "explicit": lambda x: put(x, E42, "model"),
+    "host": lambda x: put(x, M42, "data", kind="pinned_host"),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("values", WIDE, ids=lambda x: str(x.dtype))
+def test_64_bit_arrays_keep_their_bits_though_64_bits_are_off(tmp_path, either_way, values, start):
+    with jax.enable_x64(True):
+        x = na(STARTS[start](values), "b")
+
+    def check(found: Any) -> None:
+        found = getattr(found, "array", found)
+        assert found.dtype == values.dtype and bits(found) == bits(values)
+
+    for where, name, kind in [
+        (M42, "model", None),
+        (PERMUTED42, "data", "pinned_host"),
+        (mesh((2, 2), "data model"), "data", None),
+        (E42, "data", "device"),
+    ]:
+        check(ns.shard(x, {"b": name}, where, memory_kind=kind))
+    check(ns.to_host(x))
+    check(ns.offload(x))
+    with jax.set_mesh(M42), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(ns.named_jit(lambda t: t, axis_resources={"b": "model"}, on_mismatch="reshard")(x))
+    if values.dtype.kind != "c":
+        ns.save_safetensors({"x": x}, tmp_path)
+        info = ns.read_header(tmp_path)["x"]
+        assert info.dtype == values.dtype
+        assert (tmp_path / "model.safetensors").read_bytes()[info.start : info.stop] == bits(values)
 
 
 def test_a_memory_kind_that_is_not_there() -> None:

@@ -12,7 +12,11 @@ from jax.sharding import PartitionSpec as P
 from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na
 
 import namedshard as ns
+from namedshard import _jaxcompat as compat
+from namedshard._place import local as _local
 from namedshard._place import transfer as collective
+from namedshard._place.boxes import local_slices, shape_of, whole
+from namedshard._place.exchange import flat_range
 from namedshard._place.gather import parse_bytes
 from namedshard._place.route import placement_of, transient_bytes
 from namedshard._processes.agreement import fingerprint_value
@@ -179,3 +183,22 @@ def test_what_the_compiler_needs_is_found_out_for_large_arrays(monkeypatch: pyte
     # For this it does not.
     monkeypatch.setattr(collective, "CHUNK_BYTES", 1024)
     assert collective.compiler_stays_bounded(put(counting(64, 64, 8), P("data")), NamedSharding(M42, P()))
+
+
+def test_boxes_of_all_sizes_are_read_from_accelerators_by_few_programs(monkeypatch) -> None:
+    monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
+    values = counting(1000, 700)
+    x = jax.device_put(values, jax.devices()[0])
+    held = whole(values.shape)
+    slot = 1 << 16
+    found = [box for first in range(0, 700_000, slot + 1000) for _, box in flat_range(held, first, first + slot + 1000)]
+    found = [box for box in found if all(hi <= n for (_, hi), n in zip(box, values.shape, strict=True))]
+    found += [((a, a + n), (700 - n, 700)) for a in (0, 3, 999 - 650) for n in (1, 2, 5, 600, 650)]
+    found += [((0, 0), (3, 9)), ((999, 1000), (699, 700)), held]
+    with compat.count_compiles() as programs:
+        for box in found:
+            read = _local.read_box(x, held, box)
+            assert read.dtype == values.dtype
+            np.testing.assert_array_equal(read, values[local_slices(box, held)])
+    assert len({shape_of(box) for box in found}) > 25
+    assert programs[0] <= 8

@@ -6,7 +6,7 @@ Each name here is used for a reason that no public function serves; ``tests/test
 import contextlib
 import contextvars
 import functools
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -293,5 +293,15 @@ def _sharded_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 
 def put_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, shards: dict[Device, np.ndarray]) -> jax.Array:
     """An array of each device's shard; ``jax.make_array_from_callback`` takes twice as long for small ones."""
-    aval = _sharded_aval(shape, dtype, sharding)
-    return _pxla.batched_device_put(aval, sharding, list(shards.values()), list(shards))
+    with keeping_bits([np.dtype(dtype)]):
+        aval = _sharded_aval(shape, dtype, sharding)
+        return _pxla.batched_device_put(aval, sharding, list(shards.values()), list(shards))
+
+
+_NARROWED = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
+
+
+def keeping_bits(dtypes: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX moves 64-bit arrays as they are, also while 64-bit types are off."""
+    narrows = not jax.config.jax_enable_x64 and not _NARROWED.isdisjoint(dtypes)
+    return jax.enable_x64(True) if narrows else contextlib.nullcontext()

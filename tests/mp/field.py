@@ -118,3 +118,33 @@ def case_arrays_made_under_a_mesh() -> None:
     out = ns.shard({"k": named(key, ""), "z": named(zeros, "b")}, {"b": "data"}, M8)
     check(out["z"].array, np.zeros(8, np.float32), M8, P("data"))
     equal(same_bits(ns.to_host(out["k"].array), np.zeros(2, np.uint32)), True)
+
+
+def case_closing_over_a_global_array() -> None:
+    table = ns.shard(named(FULL, "b f"), {"b": "data"}, M8)
+    params = {"w": table}
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.table = table.array
+
+        def step(self, x: jax.Array) -> jax.Array:
+            return self.table + x
+
+    trainer = Trainer()
+    for name, step in {
+        "params['w']": lambda x: params["w"].array + x,
+        "self.table": trainer.step,
+    }.items():
+        fn = ns.named_jit(step)
+        with jax.set_mesh(M8):
+            error = message_of(ns.MismatchError, lambda fn=fn: fn(FULL))
+        equal(
+            error.partition(": ")[2],
+            "1 array that spans several processes is closed over by the function\n"
+            f"  {name}: float32[8,4] over {len(DEVICES)} devices\n"
+            "  fix: pass them to the function as arguments",
+        )
+    with jax.set_mesh(M8):
+        out = ns.named_jit(lambda x, table: table.array + x, out_axis_resources={"b": "data"})(FULL, table)
+    equal(same_bits(ns.to_host(out), FULL * 2), True)

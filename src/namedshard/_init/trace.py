@@ -19,7 +19,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import deleted_arrays
 from namedshard._init.tails import array_type, placed_by
 from namedshard._jit.signature import held_values, number_types, static_key
-from namedshard._plan.leaves import named_leaves, path_string
+from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, current_mapping
 from namedshard._plan.mesh import MeshLike, context_mesh
 from namedshard._plan.plan import plan_leaves
@@ -222,9 +222,9 @@ def _plan(
     """Sets where each output goes; so far that's a memory kind, or nowhere in particular."""
     tree = jax.tree_util.tree_unflatten(traced.treedef, [output.value for output in traced.outputs])
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    leaves = named_leaves(tree)
     by_name: list[NamedSharding | None] = [None] * len(paths)
     if mesh is not None:
-        leaves = named_leaves(tree)
         given = mapping or AxisMapping()
         plan = plan_leaves(leaves, traced.treedef, given, mesh, memory_kind=None, manual=frozenset())
         sharded = zip(leaves, map(plan.sharding_of, plan.leaves), strict=True)
@@ -236,8 +236,8 @@ def _plan(
         if isinstance(sharding := getattr(request.leaves[i], "sharding", None), NamedSharding)
         and (mesh is None or sharding.mesh == mesh)
     ]
-    for output, path, sharding in zip(traced.outputs, paths, by_name, strict=True):
-        output.path = path_string(path)
+    for output, leaf, path, sharding in zip(traced.outputs, leaves, paths, by_name, strict=True):
+        output.path = leaf.path
         output.named = sharding is not None
         if sharding is None and output.slot is not None:
             spec = own_specs[output.slot] if own_specs else None

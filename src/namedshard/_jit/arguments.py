@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from namedshard import _jaxcompat as compat
 from namedshard._errors import PlanError, human_bytes, message
 from namedshard._place.route import placement_of, wanted_memory_kind
-from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
+from namedshard._plan.leaves import Leaf, is_array_like, named_leaves, with_distinct_paths
 from namedshard._plan.mapping import AxisMapping, First
 from namedshard._plan.mesh import MeshLike, describe, manual_axes
 from namedshard._plan.plan import plan_leaves
@@ -50,20 +50,26 @@ def holder_of(fn: Any) -> Any:
 def argument_leaves(
     fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Leaf]:
-    """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``.
+    """The argument leaves under the user's own names: ``model.layers[0].weight``, not ``[0][1]``. No two have one path.
 
     ``holders`` is the function itself where it holds arrays.
     """
+    return with_distinct_paths(_argument_leaves(fn, holders, args, kwargs))
+
+
+def _argument_leaves(
+    fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Leaf]:
     named: list[Leaf] = []
     for holder in holders:
         if isinstance(holder, jax.tree_util.Partial):
-            named += argument_leaves(holder.func, (), holder.args, holder.keywords)
+            named += _argument_leaves(holder.func, (), holder.args, holder.keywords)
         else:
-            named += _leaves_under("fn", holder)
+            named += leaves_under("fn", holder)
     for name, value in zip(_positional_names(fn, len(args)), args, strict=True):
-        named += _leaves_under(name, value)
+        named += leaves_under(name, value)
     for name in sorted(kwargs):
-        named += _leaves_under(name, kwargs[name])
+        named += leaves_under(name if name.isidentifier() else f"kwargs[{name!r}]", kwargs[name])
     return named
 
 
@@ -86,7 +92,9 @@ def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names[:count]
 
 
-def _leaves_under(name: str, tree: Any) -> list[Leaf]:
+def leaves_under(name: str, tree: Any) -> list[Leaf]:
+    """The leaves of a tree that a name stands for, with it in their paths."""
+
     def join(path: str) -> str:
         return name + path if not path or path.startswith("[") else f"{name}.{path}"
 

@@ -114,9 +114,9 @@ def check_not_deleted(program: Program, arrays: Sequence[Any], concrete: Iterabl
 def check_donatable(program: Program, arrays: Sequence[Any]) -> None:
     """A donated buffer can only become an output of its own shape, dtype, shard shape and memory kind.
 
-    A donated argument that no output is like is merely freed.
+    A donated argument that no output was computed from element by element is merely freed, whatever its shape is.
     """
-    donated = [(program.paths[n], _why_not_donatable(arrays[n], program.outputs)) for n in program.donate]
+    donated = [(program.paths[n], _why_not_donatable(n, arrays, program.outputs)) for n in program.donate]
     lines = [f"{path}: {why}" for path, why in donated if why is not None]
     if lines:
         noun = "argument leaf" if len(lines) == 1 else "argument leaves"
@@ -127,19 +127,28 @@ def check_donatable(program: Program, arrays: Sequence[Any]) -> None:
         )
 
 
-def _why_not_donatable(x: Any, outputs: Sequence[Output]) -> str | None:
+def _why_not_donatable(n: int, arrays: Sequence[Any], outputs: Sequence[Output]) -> str | None:
+    x = arrays[n]
     if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
         return None
-    have = x.sharding
-    alike = [o for o in outputs if (o.aval.shape, o.aval.dtype) == (x.shape, x.dtype)]
-    for o in alike:
-        same_shards = o.asked is None or have.shard_shape(x.shape) == o.asked.shard_shape(x.shape)
-        if have.memory_kind == o.memory_kind and same_shards:
-            return None
-    for o in alike[:1]:
+    if any(_fits(x, o) for o in outputs):
+        return None
+    for o in outputs:
+        # Another argument that fits is what the output replaces.
+        if n not in o.sources or x.dtype != o.aval.dtype or any(_fits(arrays[m], o) for m in o.sources):
+            continue
+        have = x.sharding
         if have.memory_kind != o.memory_kind:
             return f"memory kind {have.memory_kind!r}, but {o.path} is in {o.memory_kind!r}"
         # The compiler may choose for an output that no mapping places; then the array fits.
         assert o.asked is not None
         return f"spec {getattr(have, 'spec', type(have).__name__)}, but {o.path} has {o.asked.spec}"
     return None
+
+
+def _fits(x: Any, o: Output) -> bool:
+    have = getattr(x, "sharding", None)
+    if isinstance(x, Tracer) or have is None or (o.aval.shape, o.aval.dtype) != (x.shape, x.dtype):
+        return False
+    same_shards = o.asked is None or have.shard_shape(x.shape) == o.asked.shard_shape(x.shape)
+    return have.memory_kind == o.memory_kind and same_shards

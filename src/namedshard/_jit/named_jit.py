@@ -15,7 +15,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes
 from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
-from namedshard._jit.program import Program
+from namedshard._jit.program import Counts, Program
 from namedshard._jit.signature import (
     check_hashable,
     differing_numbers,
@@ -25,13 +25,21 @@ from namedshard._jit.signature import (
     static_key,
 )
 from namedshard._jit.stages import Lowered
-from namedshard._jit.store import CallPlan, OnMismatch, Options, Report, store_of_function, store_of_structure
+from namedshard._jit.store import (
+    CallPlan,
+    OnMismatch,
+    Options,
+    Report,
+    make_importable,
+    store_of_function,
+    store_of_structure,
+)
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, context_mesh, describe
 from namedshard._processes.coordination import EXCHANGE_FAILURE, refuse_compiled
-from namedshard._types import PyTree
+from namedshard._types import PyTree, PyTreeDef
 
 _NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
@@ -50,6 +58,14 @@ class NamedJit:
         self._store = store_of_function(fn, options) if holder is None else store_of_structure(fn, holder, options)
         self._function = self._store.function
         self._name = self._function.name
+        # For its report: what others with the same store have done isn't its own.
+        self._used: set[Counts] = set()
+        self._calls = self._reshards = self._bytes_moved = 0
+        self._last: tuple[Any, CallPlan | None] = (None, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make_importable(self, self._fn)
+        return NamedJit, (self._fn, self._options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _BoundNamedJit(self, instance)
@@ -80,6 +96,7 @@ class NamedJit:
             check_not_deleted(program, arrays, call.concrete)
             raise
         store.runs = call.used = store.runs + 1
+        self._calls += 1
         return program.finish(arrays, out) if program.empty or program.delete_after else program.build(out)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
@@ -89,14 +106,17 @@ class NamedJit:
         given = self._options.axis_resources
         mapping = current_mapping() if given is None else given
         context = compat.trace_key()
+        seen, call = self._last
+        now, same = None, False
         try:
             now = compat.placements(leaves), mapping, context, treedef
-        except AttributeError:
-            now = None
-        # Mostly the same as in the last call, which comparing finds faster than hashing.
-        seen, call = store.last
+            # Mostly the same as in the last call, which comparing finds faster than hashing.
+            same = now == seen
+        except (AttributeError, ValueError):
+            # Not all are arrays, or arrays in static fields, which have no truth value, are compared.
+            pass
         key = None
-        if now is None or now != seen:
+        if not same:
             key = treedef, signature(leaves), mapping, context
             try:
                 call = store.calls.get(key)
@@ -107,20 +127,29 @@ class NamedJit:
             # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
             key = treedef, signature(leaves), mapping, context
             call = store.calls.get(key)
-            if call is not None and call.held is not None and call.held[1] != numbers[0]:
+            if call is not None and call.held is not None and call.held.numbers != numbers[0]:
                 key = (*key, *numbers)
                 call = store.calls.get(key)
         if call is None:
             assert key is not None
-            call = self._plan(key, args, kwargs)
+            call = self._plan(treedef, key, args, kwargs)
         if key is not None:
-            store.last = now, call
+            self._last = now, call
+            self._used.add(call.program.counts)
         return call, leaves
 
-    def _plan(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+    def _plan(
+        self, treedef: PyTreeDef, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallPlan:
         """Check the arguments of a new signature, decide where each goes, and find or make the program to run."""
-        treedef, _, mapping, *_ = key
-        options, store = self._options, self._store
+        options, store, mapping = self._options, self._store, key[2]
+        held = held_numbers(treedef)
+        if held is not None and held.contents is not None:
+            # A structure that can be changed in place is no key: it's kept by its contents alone.
+            key = held.contents, *key[1:4]
+            call = store.calls.get(key)
+            if call is not None and call.held is not None and not differing_numbers(treedef, call.held):
+                return call
         arguments = Arguments(treedef, argument_leaves(self._fn, self._prefix, args, kwargs))
         check_hashable(self._name, key, arguments.leaves)
         with store.lock:
@@ -128,22 +157,22 @@ class NamedJit:
             self._require_mesh(mapping, mesh)
             plans = plan_arguments(arguments.arrays, options.in_axis_resources, mapping, mesh)
             plans = self._check_mismatches(arguments.arrays, plans, mapping, mesh)
-            held = held_numbers(treedef)
             # Several signatures can lead to one trace: it ignores what is committed, for example.
-            full_key = (treedef, held and held[1], program_key(arguments, [p.place for p in plans]), *key[2:])
+            places = [p.place for p in plans]
+            full_key = (key[0], held and held.numbers, program_key(arguments, places), *key[2:])
             program = store.programs.get(full_key)
-            if program is None:
+            if program is None or (program.held is not None and differing_numbers(treedef, program.held)):
                 donated = donation_mask(self._name, self._fn, options, args, kwargs)
                 donated = [False] * (len(arguments.leaves) - len(donated)) + donated
                 out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
-                program = Program(self._function, arguments, donated, (mapping, out_mapping), mesh)
+                program = Program(self._function, arguments, donated, (mapping, out_mapping), mesh, held)
                 store.programs[full_key] = program
             call = CallPlan(
                 program,
                 tuple(n for n, leaf in enumerate(arguments.arrays) if is_concrete(leaf.value)),
                 tuple((n, p.place) for n, p in enumerate(plans) if p.place is not None),
                 tuple(n for n, p in enumerate(plans) if p.mismatch is not None),
-                held,
+                program.held,
             )
             self._hint_numbers(arguments.leaves)
             store.add(key, call)
@@ -223,8 +252,8 @@ class NamedJit:
         placed = place_leaves(paths, arrays, call.moves, call.program.donate)
         if call.reshards:
             moved = sum(arrays[n].nbytes for n in call.reshards)
-            self._function.reshards += len(call.reshards)
-            self._function.bytes_moved += moved
+            self._reshards += len(call.reshards)
+            self._bytes_moved += moved
             call.streak = call.streak + 1 if call.used == store.runs else 1
             if call.streak == 3:
                 self._function.warn(
@@ -282,8 +311,8 @@ class NamedJit:
 
     def report(self) -> Report:
         """Counts of calls, traces, compiles, re-shards and bytes moved so far."""
-        done = self._function
-        return Report(self._store.runs, done.traces, done.compiles, done.reshards, done.bytes_moved)
+        traces, compiles = (sum(getattr(c, kind) for c in self._used) for kind in ("traces", "compiles"))
+        return Report(self._calls, traces, compiles, self._reshards, self._bytes_moved)
 
 
 class _BoundNamedJit:
@@ -293,6 +322,9 @@ class _BoundNamedJit:
         self.__func__ = self.__wrapped__ = jitted
         self.__self__ = instance
         self.report = jitted.report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BoundNamedJit, (self.__func__, self.__self__)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
@@ -353,7 +385,9 @@ def named_jit(
     """Compile a function of named arrays, with Haliax's signature; a decorator or a call.
 
     Arrays (JAX's, numpy's and numpy scalars) are traced; every other leaf is static and keyed with its type, so that
-    ``1``, ``1.0`` and ``True`` are three programs. The function's Python body runs once per distinct signature.
+    ``1``, ``1.0`` and ``True`` are three programs. Static values that can change in place (a dict, list, set or array
+    in a static field) are compared by their contents at each call; objects that Python hashes by identity must not
+    change, as for ``jax.jit``. The function's Python body runs once per distinct signature.
     Before a new signature runs, every argument is compared with what it must be, and all that do not fit are named at
     once. What a function holds (a module, a method of one, a partial) is an argument like the others; of a method, the
     instance is the first argument.

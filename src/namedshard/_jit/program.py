@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from namedshard import _jaxcompat as compat
 from namedshard._errors import OffloadError, count_of, message, warn_user
 from namedshard._jit.arguments import Arguments
-from namedshard._jit.transfers import check_transfers
+from namedshard._jit.signature import Held
+from namedshard._jit.transfers import check_closed_over, check_constraints, check_transfers, elementwise_sources
 from namedshard._jit.unflatten import Builder, filled, unflattener
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf, named_leaves
@@ -26,9 +27,12 @@ from namedshard._plan.mesh import MeshLike, manual_axes, resolve_mesh
 from namedshard._plan.plan import plan_leaves
 from namedshard._types import PyTreeDef, Tracer
 
+WRAPPED = ".__wrapped__"
+"""Ends the qualified name of a decorated function that was pickled; see `make_importable`."""
+
 
 class Function:
-    """The user's function, for programs that don't keep it alive. Counts what was done with it, and warns of it.
+    """The user's function, for programs that don't keep it alive. Warns of what was done with it.
 
     ``get`` returns it; None where it is the first of the arguments.
     """
@@ -38,12 +42,12 @@ class Function:
     ):
         named = fn.func if isinstance(fn, functools.partial) else fn
         plain = inspect.unwrap(named)
-        self.name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        name: str = getattr(named, "__qualname__", type(named).__qualname__).rpartition("<locals>.")[2]
+        self.name = name.removesuffix(WRAPPED)
         # Its code object, which JAX's messages name it by.
         self.code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
         self.get = get
         self.jit_kwargs = jit_kwargs
-        self.traces = self.compiles = self.reshards = self.bytes_moved = 0
         self._warned: set[str] = set()
 
     def warn(self, headline: str, lines: Iterable[str] = (), fix: str | None = None) -> None:
@@ -58,7 +62,8 @@ class Function:
 class Output:
     """One array output: its path, what the mapping asks for (None: whatever the compiler chose), and its type.
 
-    ``got`` is the sharding it comes out with, once that is known.
+    ``got`` is the sharding it comes out with, once that is known; ``sources``, if any are donated, are the numbers of
+    the arguments that it is computed from element by element.
     """
 
     path: str
@@ -66,6 +71,15 @@ class Output:
     aval: Any
     memory_kind: str
     got: Any = None
+    sources: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Counts:
+    """Runs of the function's body for a program, and executables made of it."""
+
+    traces: int = 0
+    compiles: int = 0
 
 
 _tracing = threading.local()
@@ -81,11 +95,14 @@ class Program:
         donated: Sequence[bool],
         mappings: tuple[AxisMapping | None, AxisMapping | None],
         mesh: MeshLike | None,
+        held: Held | None,
     ):
         """``donated`` has an entry for each leaf; the mappings are those for the function's body and its results."""
         arrays = [leaf.value for leaf in arguments.arrays]
         self.name = function.name
         self.treedef = arguments.treedef
+        # The structure's `held_numbers`.
+        self.held = held
         self.names = tuple(leaf.path for leaf in arguments.leaves)
         self.statics = arguments.statics
         # The numbers of the argument leaves that are passed; None means all of them.
@@ -109,6 +126,7 @@ class Program:
         compiled = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         self._outermost = compiled and compat.nothing_traced() and not any(isinstance(x, Tracer) for x in arrays)
         self._out_shardings: tuple[NamedSharding | None, ...] = ()
+        self.counts = Counts()
         self._function = function
         self._flat = self._flat_function(arguments)
 
@@ -123,7 +141,7 @@ class Program:
             try:
                 yield
             finally:
-                self._function.compiles += made[0]
+                self.counts.compiles += made[0]
 
     def finish(self, arrays: Sequence[Any], out: Sequence[Any]) -> Any:
         """The function's result from the flat arguments and outputs."""
@@ -140,7 +158,15 @@ class Program:
             if self.jitted is not None:
                 return
             jaxpr = jax.jit(self._flat).trace(*values).jaxpr
+            get = self._function.get
+            check_closed_over(self.name, get and get(), jaxpr.consts)
             warning = check_transfers(self.name, jaxpr.jaxpr, values, self.mesh)
+            check_constraints(self.name, jaxpr.jaxpr, values, self.mesh, [o.path for o in self.outputs])
+            if self.donate:
+                skipped = len(jaxpr.jaxpr.invars) - len(values)
+                sources = [frozenset(n - skipped for n in found) for found in elementwise_sources(jaxpr.jaxpr)]
+                pairs = zip(self.outputs, sources, strict=True)
+                self.outputs = [dataclasses.replace(o, sources=found) for o, found in pairs]
             # `out_shardings` are known only now. JAX shares the trace.
             asked = {} if all(s is None for s in self._out_shardings) else {"out_shardings": self._out_shardings}
             donate = tuple(n for n in self.donate if n not in self.delete_after)
@@ -165,10 +191,10 @@ class Program:
     def _flat_function(self, arguments: Arguments) -> Callable[..., tuple[Any, ...]]:
         """From array arguments to array outputs, under the name, code and argument names of the user's function."""
         # Nothing here may keep the arguments' values alive.
-        function, mapping, indices = self._function, self._mapping, arguments.indices
+        function, mapping, indices, counts = self._function, self._mapping, arguments.indices, self.counts
 
         def flat(*values: Any) -> tuple[Any, ...]:
-            function.traces += 1
+            counts.traces += 1
             whole = jax.tree_util.tree_unflatten(self.treedef, filled(self.statics, indices, values))
             fn, args, kwargs = whole if function.get is None else (function.get(), *whole)
             if mapping is None:

@@ -5,12 +5,13 @@ but of another type where a structure holds them: static fields of modules, keys
 """
 
 import dataclasses
+import functools
 import itertools
 import numbers
 import operator
 import types
-from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import haliax
 import jax
@@ -114,24 +115,54 @@ def held_values(treedef: PyTreeDef) -> list[Any]:
     return found
 
 
-def held_numbers(treedef: PyTreeDef) -> tuple[list[Any], Hashable] | None:
+class Held(NamedTuple):
+    """What a structure holds beside its leaves, where equal structures may differ in it; made by `held_numbers`.
+
+    ``contents`` is the whole structure by value, if something in it can be changed in place; else None.
+    """
+
+    treedef: PyTreeDef
+    values: Sequence[Any]
+    numbers: Hashable
+    contents: Hashable
+
+
+def held_numbers(treedef: PyTreeDef) -> Held | None:
     """The `held_values` of a structure and their `number_types`; None where nothing tells it from an equal one."""
     values = held_values(treedef)
     numbers = number_types(values)
-    return None if numbers is None else (values, numbers)
+    if numbers is None:
+        return None
+    return Held(treedef, values, numbers, _structure_key(treedef) if any(map(_is_mutable, values)) else None)
 
 
-def differing_numbers(treedef: PyTreeDef, held: tuple[Sequence[Any], Hashable]) -> tuple[Hashable, ...]:
+def differing_numbers(treedef: PyTreeDef, held: Held) -> tuple[Hashable, ...]:
     """The `number_types` of a structure, if it differs in them from an equal one; else nothing.
 
-    ``held`` has the `held_numbers` of the other.
+    Differs, too, if the other was changed in place: its program would build results from it.
     """
     values = held_values(treedef)
-    # The very same objects are equal in type, too, and this is faster to check.
-    if len(values) == len(held[0]) and all(map(operator.is_, values, held[0])):
-        return ()
+    if held.contents is None:
+        # The very same objects are equal in type, too, and this is faster to check.
+        if len(values) == len(held.values) and all(map(operator.is_, values, held.values)):
+            return ()
+    elif treedef is not held.treedef and number_types(held_values(held.treedef)) != held.numbers:
+        return (number_types(values),)
     numbers = number_types(values)
-    return () if numbers == held[1] else (numbers,)
+    return () if numbers == held.numbers else (numbers,)
+
+
+def same_structure(treedef: PyTreeDef, held: Held | None, other: PyTreeDef) -> bool:
+    """Whether a structure is the ``other`` in every respect; ``held`` has the `held_numbers` of the other."""
+    now = held_numbers(treedef)
+    if held is not None and held.contents is not None:
+        return now is not None and now.contents == held.contents
+    return treedef == other and (now and now.numbers) == (held and held.numbers)
+
+
+def _structure_key(treedef: Any) -> Hashable:
+    data = treedef.node_data()
+    return None if data is None else (data[0], _contents(data[1]), *map(_structure_key, treedef.children()))
 
 
 def number_types(values: Sequence[Any]) -> Hashable:
@@ -150,10 +181,45 @@ def _mark(x: Any) -> Hashable:
         return kind, x.tobytes()
     if isinstance(x, numbers.Number):
         return _number_key(x)
-    if isinstance(x, set | frozenset):
-        return frozenset(map(static_key, cast("set[Any]", x)))
+    if kind is bytes:
+        # Equal to a bytearray.
+        return kind
+    if isinstance(x, frozenset):
+        return frozenset(map(static_key, cast("frozenset[Any]", x)))
+    if kind is not slice and not _hashable(x):
+        return _contents(x)
     parts = _parts(x)
     return None if parts is None else number_types(parts)
+
+
+def _is_mutable(x: Any) -> bool:
+    """Whether a value or a part of it can be changed in place, as Python says by not hashing it."""
+    return (type(x) is not slice and not _hashable(x)) or any(map(_is_mutable, _parts(x) or ()))
+
+
+def _contents(x: Any) -> Hashable:
+    """A key for a value as it is now, which a later change in place doesn't change.
+
+    Raises:
+        StaticArgumentError: It can't be hashed, and Python can't take it apart.
+    """
+    if _hashable(x):
+        return static_key(x)
+    kind = type(x)
+    if isinstance(x, tuple):
+        return kind, *map(_contents, cast("tuple[Any, ...]", x))
+    if isinstance(x, set):
+        return kind, frozenset(map(static_key, cast("set[Any]", x)))
+    try:
+        parts = (dict(x),) if isinstance(x, types.MappingProxyType) else x.__reduce_ex__(4)
+        # What pickle would write: of containers these are iterators over the items.
+        return kind, *(_contents(tuple(part) if isinstance(part, Iterator) else part) for part in parts)
+    except (TypeError, RecursionError) as error:
+        raise StaticArgumentError(
+            f"a static field holds a value of type {kind.__name__}, which can be changed in place and can't be compared"
+            " by its contents",
+            fix="use a hashable value (a tuple, a frozen dataclass), or an array that isn't static",
+        ) from error
 
 
 def _parts(x: Any) -> Sequence[Any] | None:
@@ -164,16 +230,18 @@ def _parts(x: Any) -> Sequence[Any] | None:
         return cast("list[Any]", x)
     if isinstance(x, dict):
         return list(itertools.chain.from_iterable(cast("dict[Any, Any]", x).items()))
+    if isinstance(x, functools.partial):
+        return x.func, x.args, x.keywords
     if dataclasses.is_dataclass(x) or hasattr(type(x), "__attrs_attrs__"):
         fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else type(x).__attrs_attrs__
         return [getattr(x, field.name, None) for field in fields]
     return None
 
 
-def _hashable(key: Hashable) -> bool:
+def _hashable(key: Any) -> bool:
     try:
         hash(key)
-    except TypeError:
+    except Exception:
         return False
     return True
 

@@ -11,7 +11,7 @@ from namedshard._errors import MismatchError, message
 from namedshard._jit.arguments import compare, mismatch_message
 from namedshard._jit.donation import check_not_deleted, check_shared, is_concrete
 from namedshard._jit.program import Output
-from namedshard._jit.signature import held_numbers, static_key
+from namedshard._jit.signature import same_structure, static_key
 from namedshard._jit.store import CallPlan
 from namedshard._place.route import placement_of
 from namedshard._place.shard import place_leaves
@@ -67,8 +67,7 @@ class Compiled(_Stage):
 
     def _check_structure(self, leaves: Sequence[Any], treedef: Any) -> None:
         program = self._program
-        was, now = self._call.held, held_numbers(treedef)
-        if treedef != program.treedef or (was and was[1]) != (now and now[1]):
+        if not same_structure(treedef, program.held, program.treedef):
             lines = [f"lowered for {program.treedef}", f"called with {treedef}"]
             raise self._other_arguments("the arguments have another structure", lines)
         arrays = set(range(len(leaves)) if program.indices is None else program.indices)

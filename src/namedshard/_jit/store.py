@@ -3,6 +3,8 @@
 import collections
 import contextlib
 import dataclasses
+import operator
+import sys
 import threading
 import types
 import weakref
@@ -13,7 +15,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from namedshard._cache import BoundedCache
-from namedshard._jit.program import Function, Program
+from namedshard._jit.program import WRAPPED, Function, Program
+from namedshard._jit.signature import Held
 from namedshard._plan.mapping import AxisMapping
 
 MAX_CALLS = 4096
@@ -25,12 +28,12 @@ OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What a compiled function has done so far.
+    """What a compiled function has done so far; wrappers of one function share programs, but not this.
 
     Attributes:
         calls: Calls that ran.
-        traces: Runs of the function's Python body.
-        compiles: Executables made.
+        traces: Runs of the function's Python body for the programs that it used.
+        compiles: Executables made of these.
         reshards: Arguments moved by ``on_mismatch="reshard"``.
         bytes_moved: Bytes of these.
     """
@@ -65,8 +68,8 @@ class CallPlan:
     # Arguments to place first, and those of them that are mismatches.
     moves: tuple[tuple[int, NamedSharding], ...]
     reshards: tuple[int, ...]
-    # The structure's `held_numbers`.
-    held: tuple[list[Any], Hashable] | None
+    # The program's.
+    held: Held | None
     has_run: bool = False
     # Consecutive calls that moved ``reshards``, and the number of the last run.
     streak: int = 0
@@ -80,7 +83,6 @@ class Store:
         self.function = function
         self.programs: dict[Hashable, Program] = {}
         self.calls: dict[Hashable, CallPlan] = {}
-        self.last: tuple[Any, CallPlan | None] = (None, None)
         self.lock = threading.RLock()
         self.numbers_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
         self.runs = 0
@@ -124,3 +126,17 @@ def store_of_structure(fn: Callable[..., Any], holder: Any, options: Options) ->
     """One store for functions that hold arrays and have one structure; the 256 most recently used are kept."""
     store = Store(Function(fn, None, dict(options.jit_kwargs)))
     return _by_structure.put((jax.tree_util.tree_structure(holder), options), store)
+
+
+def make_importable(wrapper: Any, fn: Callable[..., Any]) -> None:
+    """Let pickle find a decorated function, whose name leads to its wrapper: it's the ``__wrapped__`` of that.
+
+    The wrapper could be pickled by its own name, but then cloudpickle couldn't send one that is defined in a script.
+    """
+    name = getattr(fn, "__qualname__", "")
+    try:
+        found = operator.attrgetter(name)(sys.modules[fn.__module__])
+    except (AttributeError, KeyError):
+        return
+    if found is wrapper and isinstance(fn, types.FunctionType):
+        fn.__qualname__ = name + WRAPPED

@@ -1,14 +1,17 @@
-"""PURE. Transfers in traced code that the compiler will ignore, found in the jaxpr."""
+"""PURE. What a jaxpr tells before it runs: transfers and constraints that can't be done, constants, updated inputs."""
 
+import contextlib
+import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import IgnoredTransferError, message
+from namedshard._errors import IgnoredTransferError, MismatchError, TracedMoveError, message
+from namedshard._jit.arguments import leaves_under
 from namedshard._plan.mesh import MeshLike
 from namedshard._types import Device, Tracer
 
@@ -52,6 +55,61 @@ def check_transfers(name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike
         specs,
         fix="use ns.shard, or jax.lax.with_sharding_constraint",
     )
+
+
+def check_constraints(
+    name: str, jaxpr: Any, values: Sequence[Any], mesh: MeshLike | None, outputs: Sequence[str]
+) -> None:
+    """Raise `TracedMoveError` if arrays are constrained to several sets of devices, or orders; names ``outputs``."""
+    devices, fixed = _traced_devices(values, mesh)
+    paths = dict(zip(map(id, jaxpr.outvars), outputs, strict=True))
+    found = [
+        (paths.get(id(eqn.outvars[0])) or compat.user_source(eqn), compat.device_order(target))
+        for eqn in _constraints(jaxpr)
+        if isinstance(target := eqn.params["sharding"], NamedSharding) and isinstance(target.mesh, Mesh)
+    ]
+    if found and not (fixed and devices):
+        devices = found[0][1]
+    lines = [f"{path}: to {_platform_and_ids(order)}" for path, order in found if order != devices]
+    if lines and devices:
+        noun = "array is" if len(lines) == 1 else "arrays are"
+        raise TracedMoveError(
+            f"{name}: {len(lines)} {noun} constrained to other devices than the compiled function runs on,"
+            f" {_platform_and_ids(devices)}",
+            dict.fromkeys(lines),
+            fix="place all results on one mesh, and move the others after the call with ns.shard",
+        )
+
+
+def _constraints(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            yield eqn
+        for inner in compat.inner_jaxprs(eqn.params):
+            yield from _constraints(inner)
+
+
+def check_closed_over(name: str, fn: Callable[..., Any] | None, constants: Sequence[Any]) -> None:
+    """Raise `MismatchError` if constants of a trace are global arrays, of which this process has a part only."""
+    arrays = [x for x in constants if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if lines := [_closed_over_path(fn, x) for x in arrays if not x.is_fully_addressable]:
+        noun = "array that spans several processes is" if len(lines) == 1 else "arrays that span several processes are"
+        raise MismatchError(
+            f"{name}: {len(lines)} {noun} closed over by the function",
+            lines,
+            fix="pass them to the function as arguments",
+        )
+
+
+def _closed_over_path(fn: Any, x: jax.Array) -> str:
+    """The variable of a function, or the attribute of its object, that holds an array, and the array's type."""
+    scope: dict[str, Any] = {f"self.{k}": v for k, v in getattr(getattr(fn, "__self__", None), "__dict__", {}).items()}
+    with contextlib.suppress(TypeError, ValueError):
+        used = inspect.getclosurevars(inspect.unwrap(getattr(fn, "__func__", fn)))
+        scope |= {**used.globals, **used.nonlocals}
+    leaves = (leaf for variable, value in scope.items() for leaf in leaves_under(variable, value))
+    path = next((leaf.path for leaf in leaves if leaf.value is x), "an array")
+    return f"{path}: {jax.typeof(x).str_short()} over {len(x.sharding.device_set)} devices"
 
 
 def _traced_devices(values: Sequence[Any], mesh: MeshLike | None) -> tuple[tuple[Device, ...] | None, bool]:
@@ -133,3 +191,29 @@ def _has_auto_entries(target: NamedSharding) -> bool:
     types = dict(zip(target.mesh.axis_names, target.mesh.axis_types, strict=True))
     named = (types.get(n) for e in target.spec for n in ((e,) if isinstance(e, str) else (e or ())))
     return AxisType.Auto in named or set(types.values()) <= {AxisType.Auto}
+
+
+# What mixes the elements of its operands: the result isn't a new version of one of them.
+_MIXING = ("conv_general_dilated", "dot_general", "gather", "ragged_dot_general", "rev", "sort", "transpose")
+
+
+def elementwise_sources(jaxpr: Any) -> list[frozenset[int]]:
+    """For each output of a jaxpr, the numbers of the inputs of its shape that it's computed from element by element."""
+    sources = {v: frozenset([n]) for n, v in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> frozenset[int]:
+        # Literals are operands too, and some of them cannot be hashed.
+        return frozenset() if hasattr(atom, "val") else sources.get(atom, frozenset())
+
+    for eqn in jaxpr.eqns:
+        inner = compat.called(eqn)
+        if inner is not None:
+            through = elementwise_sources(getattr(inner, "jaxpr", inner))
+            found = [frozenset[int]().union(*(of(eqn.invars[i]) for i in numbers)) for numbers in through]
+        else:
+            passed = [] if eqn.primitive.name in _MIXING else eqn.invars
+            found = [
+                frozenset[int]().union(*(of(v) for v in passed if v.aval.shape == o.aval.shape)) for o in eqn.outvars
+            ]
+        sources |= zip(eqn.outvars, found, strict=True)
+    return [of(v) for v in jaxpr.outvars]

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
@@ -104,10 +104,13 @@ def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: i
     return sorted(chosen)
 
 
+def _concrete(leaves: Iterable[Leaf]) -> list[jax.Array]:
+    return [x.value for x in leaves if isinstance(x.value, jax.Array) and not isinstance(x.value, Tracer)]
+
+
 def _a_device(leaves: Sequence[Leaf]) -> Device:
     """A device of this process that the leaves are on; while tracing, of the mesh in force."""
-    placed = [x.value for x in leaves if isinstance(x.value, jax.Array) and not isinstance(x.value, Tracer)]
-    near = [d for x in placed[:1] for d in x.sharding.addressable_devices]
+    near = [d for x in _concrete(leaves)[:1] for d in x.sharding.addressable_devices]
     mesh = context_mesh()
     if not near and isinstance(mesh, Mesh):
         near = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -121,22 +124,33 @@ def _check_deleted(leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
         raise deleted_arrays("offload", gone, len(leaves))
 
 
+def _for_unplaced(leaves: Sequence[Leaf]) -> NamedSharding | None:
+    """Where arrays go that nobody placed: replicated over the mesh in context, else the one of all other leaves.
+
+    On one device they would not fit the next step; an optimizer's state may hold such parameters themselves.
+    """
+    meshes = {s.mesh for x in _concrete(leaves) if x.committed and isinstance(s := x.sharding, NamedSharding)}
+    mesh = context_mesh() or (meshes.pop() if len(meshes) == 1 else None)
+    return NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else None
+
+
 def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> list[Any]:
     _check_deleted(leaves, chosen)
     check_narrowing(((leaves[i].path, leaves[i].value) for i in chosen), len(leaves))
     values = [leaf.value for leaf in leaves]
-    for i, moved in zip(chosen, change_memory([values[i] for i in chosen], memory_kind), strict=True):
-        values[i] = moved
+    moved = change_memory([values[i] for i in chosen], memory_kind, _for_unplaced(leaves))
+    for i, x in zip(chosen, moved, strict=True):
+        values[i] = x
     return values
 
 
 def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host", *, min_size: int = 0) -> PyTree:
     """Put chosen leaves of a tree into host memory; shards, values and the tree's structure stay as they are.
 
-    Works eagerly and in compiled code. One array object in two places of the tree stays one. Numpy arrays become JAX
-    arrays on the devices that ``jax.numpy`` would put them on (the mesh of ``jax.set_mesh``, replicated, or the default
-    device), ``jax.ShapeDtypeStruct``s get their sharding with the memory kind. Arithmetic on the result needs it back
-    on the device: ``ns.shard(..., memory_kind="device")``.
+    Works eagerly and in compiled code. One array object in two places of the tree stays one. Numpy arrays and
+    uncommitted arrays are replicated over the mesh in context, else the mesh that the tree's other arrays are on, else
+    they go to the default device; ``jax.ShapeDtypeStruct``s get their sharding with the memory kind. Arithmetic on the
+    result needs it back on the device: ``ns.shard(..., memory_kind="device")``.
 
     Args:
         tree: Any pytree. Its arrays (any shape, dtype and placement) may be chosen, all else is left as it is.

@@ -14,8 +14,11 @@ from namedshard._errors import NarrowingError, at, count_of, message, warn_user
 from namedshard._place import boxes
 from namedshard._place.route import Move, Route, placement_of
 from namedshard._place.traced import change_traced_memory, constrain_traced
-from namedshard._plan.leaves import jax_dtype, native_dtype
+from namedshard._plan.leaves import jax_dtype
 from namedshard._types import Bounds
+
+SMALL_BYTES = 256 << 10
+"""What comes from a device about as fast as a single byte."""
 
 
 def run(work: Sequence[Move], *, manual: frozenset[str]) -> None:
@@ -55,7 +58,7 @@ def _move(work: Sequence[Move]) -> None:
         constrain_jit(constrained)
     if rest:
         # By way of device memory: `device_put` cannot change the devices' order and leave host memory at once.
-        _put(rest, [_device_sharding(m.want) for m in rest], [_to_device_memory(m.value) for m in rest])
+        _put(rest, [_device_sharding(m.want) for m in rest], [m.value for m in rest])
 
 
 def _largest(value: Any) -> float:
@@ -91,20 +94,25 @@ def check_narrowing(leaves: Iterable[tuple[str, Any]], total: int) -> None:
         )
 
 
-def shard_host_value(value: np.ndarray, want: NamedSharding) -> jax.Array:
-    """A host array copied into this process's shards."""
+def shard_host_value(value: Any, want: NamedSharding) -> jax.Array:
+    """A host array, or one that this process has whole, copied into this process's shards."""
+    dtype = value.dtype if isinstance(value, jax.Array) else jax_dtype(value.dtype)
     with np.errstate(over="ignore"):
-        return _copy_into_shards(value.shape, jax_dtype(value.dtype), want, (boxes.whole(value.shape),), [value])
+        return _copy_into_shards(value.shape, dtype, want, (boxes.whole(value.shape),), [np.asarray(value)])
 
 
 def _own(value: Any) -> np.ndarray:
-    return np.array(value, dtype=native_dtype(value.dtype), copy=True)
+    """A copy of a host array as JAX will hold it."""
+    with np.errstate(over="ignore"):
+        return np.array(value, dtype=jax_dtype(value.dtype), copy=True)
 
 
 def _put(work: Sequence[Move], through: Sequence[NamedSharding], values: Sequence[Any]) -> None:
     """One ``device_put`` for all, never with its ``donate``: that deletes nothing, and crashes between two devices."""
-    sources = [_unshared(v, s) for v, s in zip(values, through, strict=True)]
-    _finish(work, jax.device_put(sources, list(through)))
+    with compat.keeping_bits(v.dtype for v in values):
+        held = [_to_device_memory(v) if isinstance(v, jax.Array) else v for v in values]
+        sources = [_unshared(v, s) for v, s in zip(held, through, strict=True)]
+        _finish(work, jax.device_put(sources, list(through)))
 
 
 def _unshared(x: Any, want: NamedSharding) -> Any:
@@ -138,7 +146,7 @@ def _copy_into_shards(
 def _copy_shards(move: Move) -> None:
     x = move.value
     if not isinstance(x, jax.Array):
-        move.result = shard_host_value(np.asarray(x), move.want)
+        move.result = shard_host_value(x, move.want)
         return
     distinct = boxes.distinct_shards(x.shape, x.sharding)
     shards = {s.device: s for s in x.addressable_shards}
@@ -195,9 +203,12 @@ def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
     if box == held or not on_device or on_cpus(piece.sharding):
         # The ellipsis keeps arrays of no dimensions arrays.
         return np.asarray(piece)[(*slices, ...)]
-    # Only the box crosses to the host, and JAX keeps no copy of the whole piece there.
-    with compat.no_context_mesh():
-        return np.asarray(jax.lax.dynamic_slice(piece, [s.start for s in slices], boxes.shape_of(box)))
+    # Only the box, or little more, crosses to the host, and JAX keeps no copy of the whole piece there.
+    shape = boxes.rounded_up(boxes.shape_of(box), piece.shape, SMALL_BYTES // piece.dtype.itemsize)
+    start = [min(s.start, n - size) for s, n, size in zip(slices, piece.shape, shape, strict=True)]
+    with compat.no_context_mesh(), compat.keeping_bits([piece.dtype]):
+        read = np.asarray(jax.lax.dynamic_slice(piece, start, shape))
+    return read[(*(slice(s.start - at, s.stop - at) for s, at in zip(slices, start, strict=True)), ...)]
 
 
 def _device_kind(sharding: Sharding) -> str:
@@ -234,7 +245,9 @@ def _identity(shardings: tuple[Sharding, ...]) -> Callable[..., Any]:
 
 def constrain_jit(work: Sequence[Move]) -> None:
     """One compiled identity for the whole batch; collectives between the devices, nothing passes through the host."""
-    _finish(work, _identity(tuple(_device_sharding(m.want) for m in work))(*(_to_device_memory(m.value) for m in work)))
+    shardings = tuple(_device_sharding(m.want) for m in work)
+    with compat.keeping_bits(m.value.dtype for m in work):
+        _finish(work, _identity(shardings)(*(_to_device_memory(m.value) for m in work)))
 
 
 # --- memory kinds -----------------------------------------------------------------------------------------------------
@@ -249,11 +262,11 @@ def _default_sharding() -> Sharding:
         return jnp.zeros(()).sharding
 
 
-def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
+def change_memory(values: Sequence[Any], memory_kind: str, unplaced: Sharding | None = None) -> list[Any]:
     """The same arrays in another memory kind, on the same devices in the same shards; traced or not.
 
-    One array in several places stays one. Host arrays go to the devices that ``jax.numpy`` would take, and
-    ``jax.ShapeDtypeStruct``s get the sharding.
+    One array in several places stays one. Host arrays and uncommitted ones go to ``unplaced``, by default the devices
+    that ``jax.numpy`` would take, and ``jax.ShapeDtypeStruct``s get the sharding.
     """
     staging = compat.staging()
     moved: dict[int, Any] = {}
@@ -266,13 +279,14 @@ def change_memory(values: Sequence[Any], memory_kind: str) -> list[Any]:
             moved[key] = change_traced_memory(x, memory_kind)
         elif now.kind == "host":
             # By way of no device: what is to live in host memory may be too large for one.
-            eager[key] = _own(x), _default_sharding().with_memory_kind(memory_kind)
+            eager[key] = _own(x), (unplaced or _default_sharding()).with_memory_kind(memory_kind)
         elif now.memory_kind == memory_kind:
             moved[key] = x
         else:
-            eager[key] = x, x.sharding.with_memory_kind(memory_kind)
+            sharding = x.sharding if now.committed else unplaced or _default_sharding()
+            eager[key] = x, sharding.with_memory_kind(memory_kind)
     if eager:
-        with compat.no_context_mesh():
+        with compat.no_context_mesh(), compat.keeping_bits(x.dtype for x, _ in eager.values()):
             results = jax.device_put([x for x, _ in eager.values()], [sharding for _, sharding in eager.values()])
         moved |= zip(eager, results, strict=True)
     return [moved[id(x)] for x in values]

@@ -79,7 +79,7 @@ def _run(work: Sequence[Move]) -> None:
             _finish(move, pieces)
     for move in ways[Route.FROM_HOST]:
         x = move.value
-        move.result = _like(x, local.shard_host_value(np.asarray(raw(x)), _raw_sharding(x, move.want)))
+        move.result = _like(x, local.shard_host_value(raw(x), _raw_sharding(x, move.want)))
         if move.donate:
             x.delete()
 

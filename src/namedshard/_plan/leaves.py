@@ -1,7 +1,9 @@
 """The leaves of a tree with their paths and names: what every plan starts from."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,9 +32,11 @@ class Leaf:
 
 
 def is_array_like(x: Any) -> bool:
-    """True for JAX and numpy arrays, tracers and ``ShapeDtypeStruct``s, which have a shape and a dtype."""
-    # Classes of numpy scalars have both attributes too.
-    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+    """True for leaves with a shape and a dtype: JAX and numpy arrays, tracers and ``ShapeDtypeStruct``s.
+
+    Nodes may have both too: ask only about what JAX takes for a leaf.
+    """
+    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def axis_name(axis: haliax.Axis | str) -> str:
@@ -64,11 +68,11 @@ def jax_can_hold(dtype: Any) -> bool:
     """Whether an array of a dtype can be a JAX array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return True
-    return jnp.issubdtype(dtype, np.bool_) or (jnp.issubdtype(dtype, np.number) and dtype.char not in _NO_JAX_DTYPE)
+    return jnp.issubdtype(dtype, np.bool_) or (jnp.issubdtype(dtype, np.number) and dtype.type not in _NUMPY_ONLY)
 
 
-# timedelta64, long double and its complex: numbers to numpy alone.
-_NO_JAX_DTYPE = "mgG"
+# Numbers to numpy alone.
+_NUMPY_ONLY = (np.timedelta64, np.longdouble, np.clongdouble)
 
 
 def native_dtype(dtype: Any) -> Any:
@@ -89,10 +93,11 @@ def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...]
     return names, ""
 
 
-def _of_named(path: str, named: NamedArray) -> Iterator[Leaf]:
-    inner = jax.tree_util.tree_leaves(named.array)
-    if len(inner) != 1 or inner[0] is not named.array or not is_array_like(named.array):
-        yield from (Leaf(path, value, None) for value in inner)
+def _of_named(full: tuple[Any, ...], named: NamedArray) -> Iterator[Leaf]:
+    path = path_string(full)
+    if not (jax.tree_util.all_leaves([named.array]) and is_array_like(named.array)):
+        # A whole tree (a Hessian, the state of optax.sm3), whose arrays the names aren't about.
+        yield from (Leaf(leaf.path, leaf.value, None) for leaf in _walk(full, named.array))
         return
     # `named.axes` raises where some tool (optax's factored states) left an array of another rank under the names.
     _, axes = NamedArray.tree_flatten(named)
@@ -107,7 +112,7 @@ def _walk(prefix: tuple[Any, ...], tree: Any) -> Iterator[Leaf]:
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=named)[0]:
         full = prefix + path
         if isinstance(node, NamedArray):
-            yield from _of_named(path_string(full), node)
+            yield from _of_named(full, node)
         elif fields := _named_fields(type(node)):
             children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)[0]
             for (key,), child in children:
@@ -136,6 +141,22 @@ def _without_placeholders(leaves: list[Leaf]) -> list[Leaf]:
     return leaves
 
 
+def with_distinct_paths(leaves: list[Leaf]) -> list[Leaf]:
+    """The leaves, those of one path with an index appended to it: nodes may give several children one key."""
+    taken = collections.Counter(leaf.path for leaf in leaves)
+    if len(taken) == len(leaves):
+        return leaves
+    shared = {path: itertools.count() for path, count in taken.items() if count > 1}
+    out: list[Leaf] = []
+    for leaf in leaves:
+        if (numbers := shared.get(leaf.path)) is not None:
+            path = next(path for n in numbers if (path := f"{leaf.path}[{n}]") not in taken)
+            taken[path] += 1
+            leaf = dataclasses.replace(leaf, path=path)
+        out.append(leaf)
+    return out
+
+
 def named_leaves(tree: Any) -> list[Leaf]:
-    """All raw leaves in order, each with its path and, where it has them, its axis names."""
-    return _without_placeholders(list(_walk((), tree)))
+    """All raw leaves in order, each with a path that no other has and, where it has them, its axis names."""
+    return with_distinct_paths(_without_placeholders(list(_walk((), tree))))

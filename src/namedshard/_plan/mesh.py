@@ -1,7 +1,10 @@
 """Which mesh: the one given, else the one in force."""
 
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from namedshard import _jaxcompat as compat
@@ -67,3 +70,22 @@ def require_mesh(mesh: MeshLike | None, what: str = "") -> MeshLike:
 def device_ids(mesh: Mesh) -> list[int]:
     """Device ids in the mesh's order."""
     return [d.id for d in mesh.devices.flat]
+
+
+def reduce_mesh(mesh: MeshLike) -> tuple[Any, ...]:
+    """Arguments of `restore_mesh`: JAX's devices can't be pickled."""
+    if not isinstance(mesh, Mesh):
+        return mesh, "", ()
+    return mesh.abstract_mesh, mesh.devices.flat[0].platform, device_ids(mesh)
+
+
+def restore_mesh(abstract: AbstractMesh, platform: str, ids: Sequence[int]) -> MeshLike:
+    """The mesh over the devices with these ids, or the abstract one in a process that hasn't got them."""
+    try:
+        devices = {d.id: d for d in jax.devices(platform)} if ids else {}
+    except RuntimeError:
+        devices = {}
+    if not ids or any(i not in devices for i in ids):
+        return abstract
+    array = np.array([devices[i] for i in ids]).reshape(abstract.axis_sizes)
+    return Mesh(array, abstract.axis_names, axis_types=abstract.axis_types)

@@ -27,7 +27,7 @@ from namedshard._plan.mapping import (
     resolve_mapping,
     spec_entry,
 )
-from namedshard._plan.mesh import MeshLike, describe, manual_axes, require_mesh
+from namedshard._plan.mesh import MeshLike, describe, manual_axes, reduce_mesh, require_mesh, restore_mesh
 from namedshard._types import PyTreeDef
 
 ABSENT, BUSY, INDIVISIBLE = "absent", "busy", "indivisible"
@@ -80,6 +80,8 @@ class LeafPlan:
 class Plan:
     """Where every leaf of a tree goes; made by `plan`.
 
+    It can be pickled; in a process without the mesh's devices, its mesh is then the ``AbstractMesh``.
+
     Attributes:
         leaves: One `LeafPlan` per raw leaf, in ``jax.tree_util.tree_leaves`` order.
         mapping: The mapping planned with.
@@ -91,6 +93,11 @@ class Plan:
     mapping: AxisMapping
     mesh: MeshLike
     treedef: PyTreeDef
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A tree, since a pickled structure of Equinox modules isn't equal to theirs: it holds their sentinels.
+        tree = jax.tree_util.tree_unflatten(self.treedef, range(len(self.leaves)))
+        return _restore_plan, (self.leaves, self.mapping, reduce_mesh(self.mesh), tree)
 
     @property
     def specs(self) -> PyTree:
@@ -123,6 +130,10 @@ class Plan:
             if leaf.path == path:
                 return leaf
         raise KeyError(f"no leaf {path!r}{errors.did_you_mean(path, [leaf.path for leaf in self.leaves])}")
+
+
+def _restore_plan(leaves: tuple[LeafPlan, ...], mapping: AxisMapping, mesh: Any, tree: Any) -> Plan:
+    return Plan(leaves, mapping, restore_mesh(*mesh), jax.tree_util.tree_structure(tree))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -300,10 +311,12 @@ def plan_leaves(
     memory_kind: str | None,
     manual: frozenset[str],
     collect: list[Problem] | None = None,
+    source: str = "",
 ) -> Plan:
     """Plan leaves that are walked already; see `plan`.
 
     With a list to ``collect`` problems in, nothing is raised or warned of: an axis with a problem is left unsharded.
+    Leaves read from a ``source`` are warned of at each call.
     """
     view = _MeshView(mesh, manual)
     problems: list[Problem] = []
@@ -332,7 +345,8 @@ def plan_leaves(
     if replicated and collect is None:
         bad = errors.count_of(len({path for path, _ in replicated}), total)
         lines = [f"{errors.at(path)}: {text}" for path, text in replicated]
-        errors.warn_once(errors.message(f'{bad} replicated along an axis (indivisible="replicate")', lines))
+        headline = f'{source}{": " * bool(source)}{bad} replicated along an axis (indivisible="replicate")'
+        (errors.warn_user if source else errors.warn_once)(errors.message(headline, lines))
     return Plan(tuple(out), mapping, mesh, treedef)
 
 

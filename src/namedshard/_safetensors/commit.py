@@ -1,7 +1,9 @@
 """EFFECTS. Saves that readers see whole or not at all: files are written under other names, synced, renamed.
 
 A file is locked until the checkpoint that it belongs to is in place, so an unlocked partial file is what a crash has
-left. `Destination` has the order of these steps.
+left. A shard keeps its partial name too (a hard link) until readers find it, and so does one that is to be removed: a
+whole file is deleted only if it has such a name, or belongs to the checkpoint that is replaced. `Destination` has the
+order of these steps.
 """
 
 import contextlib
@@ -12,19 +14,25 @@ import secrets
 from collections.abc import Iterable, Sequence
 
 from namedshard._errors import CheckpointError
-from namedshard._safetensors.folder import INDEX, SINGLE, is_ours, partial_of, shard_names
-from namedshard._safetensors.index import find_abandoned, own_files
+from namedshard._safetensors.folder import INDEX, SINGLE, SUFFIX, is_ours, partial_of, select_files, shard_names
+from namedshard._safetensors.index import indexed_files, replaceable_files
 from namedshard._safetensors.outgoing import File
+
+
+def _partial_path(final: str) -> str:
+    """A new partial name beside a file's name."""
+    directory, name = os.path.split(final)
+    return os.path.join(directory, f".{name}.{secrets.token_hex(6)}.partial")
 
 
 class PartialFile:
     """A file on its way: `write` at any offset from any thread, then `commit`, and in any case `close`."""
 
     def __init__(self, final: str, size: int):
-        directory, name = os.path.split(final)
         self.final = final
-        self.name = f".{name}.{secrets.token_hex(6)}.partial"
-        self._path = os.path.join(directory, self.name)
+        self._path = _partial_path(final)
+        self.name = os.path.basename(self._path)
+        self._named = False
         self._size = size
         self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):
@@ -41,18 +49,31 @@ class PartialFile:
         os.ftruncate(self._fd, self._size)
         os.fsync(self._fd)
 
-    def commit(self) -> None:
-        """Give the file its name."""
-        os.replace(self._path, self.final)
-        self._path = self.final
+    def commit(self, mark: bool = False) -> None:
+        """Give the file its name. With ``mark`` it keeps its partial name too, where the file system has hard links."""
+        if mark:
+            try:
+                os.link(self._path, self.final)
+            except FileExistsError:
+                raise
+            except OSError:
+                mark = False
+        if not mark:
+            os.replace(self._path, self.final)
+            self._path = self.final
+        self._named = True
 
-    def close(self, *, withdraw: bool = False) -> None:
-        """Give up the lock. Removes what was not committed; ``withdraw`` also what was, if nothing refers to it yet."""
+    def close(self, *, placed: bool | None = True) -> None:
+        """Give up the lock. Removes what was not committed, and marks; if not ``placed``, also what was committed.
+
+        If it isn't known whether the checkpoint is placed (None), files stay with their marks.
+        """
         if self._fd < 0:
             return
-        if withdraw or self._path != self.final:
+        doomed = [] if self._path == self.final or (placed is None and self._named) else [self._path]
+        for path in [self.final, *doomed] if self._named and placed is False else doomed:
             with contextlib.suppress(OSError):
-                os.unlink(self._path)
+                os.unlink(path)
         os.close(self._fd)
         self._fd = -1
 
@@ -81,6 +102,7 @@ class Destination:
         self._single = single
         self._what = what
         self._old: set[str] = set()
+        self._marks: dict[str, str] = {}
         self._index: PartialFile | None = None
 
     @property
@@ -92,17 +114,14 @@ class Destination:
         """Make the folder, remove what a crash has left there, and find names for this many files."""
         try:
             os.makedirs(self._directory, exist_ok=True)
-            partial = ((name, partial_of(name)) for name in os.listdir(self._directory))
             if self._single is not None:
-                self._remove_unlocked(name for name, final in partial if final == self._single)
+                self._remove_unlocked(n for n in os.listdir(self._directory) if partial_of(n) == self._single)
                 self.names = [self._single]
                 return
-            # A partial index is what shows that shards were abandoned, so it is removed after them.
-            self._remove_unlocked(find_abandoned(self._directory))
-            self._remove_unlocked(name for name, final in partial if final is not None and is_ours(final))
-            self._old = own_files(self._directory)
+            self._remove_leftovers()
+            self._old = replaceable_files(self._directory)
             # Until it is replaced, an index refers to the very file that it names.
-            alone = count == 1 and SINGLE not in self._old
+            alone = count == 1 and SINGLE not in indexed_files(self._directory)
             self.names = [SINGLE] if alone else shard_names(os.listdir(self._directory), count)
         except OSError as error:
             raise CheckpointError(f"{self._directory} cannot be written to: {error.strerror}") from error
@@ -120,13 +139,18 @@ class Destination:
     def name_shards(self, partials: Sequence[PartialFile]) -> None:
         """Give files their names, which nothing refers to yet."""
         for partial in partials:
-            partial.commit()
+            partial.commit(True)
         # Who writes nothing may not even have the folder.
         if partials:
             sync_directory(self._directory)
 
     def publish(self, partials: Sequence[PartialFile]) -> None:
         """Let readers find the new checkpoint, then remove the one before."""
+        for name in self._old:
+            path, mark = self._path(name), _partial_path(self._path(SINGLE))
+            with contextlib.suppress(OSError, NotImplementedError):
+                os.link(path, mark, follow_symlinks=False)
+                self._marks[path] = mark
         (partials[0] if self._index is None else self._index).commit()
         self.placed = True
         try:
@@ -140,12 +164,37 @@ class Destination:
             self._remove_old()
 
     def close(self) -> None:
-        """Remove an index that was not needed."""
+        """Remove an index that was not needed, and the marks of files that are gone or to stay."""
         if self._index is not None:
             self._index.close()
+        for path, mark in self._marks.items():
+            if not (self.placed and os.path.lexists(path)):
+                with contextlib.suppress(OSError):
+                    os.unlink(mark)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what crashed saves left: partial files, and files with a partial name too that no reader takes."""
+        inodes: dict[str, tuple[int, int]] = {}
+        for name in os.listdir(self._directory):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(self._path(name))
+                inodes[name] = status.st_dev, status.st_ino
+        partials = {name: final for name in inodes if is_ours(final := partial_of(name) or "")}
+        ours = {inodes[name] for name in partials}
+        marked = {name for name in inodes if name.endswith(SUFFIX) and inodes[name] in ours}
+        marked -= indexed_files(self._directory)
+        with contextlib.suppress(CheckpointError):
+            # What readers take without an index keeps its marks, and is removed once they find another checkpoint.
+            kept = marked.intersection(select_files(self._directory, inodes))
+            marked -= kept
+            ours -= {inodes[name] for name in kept}
+        self._remove_unlocked(marked)
+        # A partial index is what tells readers not to take shards that it names, so it is removed after them.
+        by_index = sorted((name for name in partials if inodes[name] in ours), key=lambda n: partials[n] == INDEX)
+        self._remove_unlocked(by_index)
 
     def _remove_unlocked(self, names: Iterable[str]) -> None:
         """Remove files, unless a process that is still saving holds them."""
@@ -172,14 +221,14 @@ class Destination:
                     fix=f"remove {INDEX}",
                 ) from error
         lines: list[str] = []
-        for name in sorted({*self._old, SINGLE} - set(self.names)):
+        for name in sorted({*self._old, SINGLE} - indexed_files(self._directory) - set(self.names)):
             path = self._path(name)
             try:
                 if os.path.islink(path) or os.path.isfile(path):
                     os.unlink(path)
             except OSError as error:
                 lines.append(f"{name}: {error.strerror}")
-        self._remove_unlocked(find_abandoned(self._directory))
+        self._remove_leftovers()
         if lines:
             raise CheckpointError(
                 f"{self._what} is in place, but files of the one before cannot be removed",

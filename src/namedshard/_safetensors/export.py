@@ -17,7 +17,7 @@ from haliax.nn import BlockSeq, Stacked
 
 from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
-from namedshard._plan.leaves import is_array_like, named_leaves
+from namedshard._plan.leaves import is_array_like
 from namedshard._safetensors.layout import NotACopy, View, concatenate, identity
 from namedshard._types import PyTreeDef
 
@@ -42,16 +42,15 @@ def is_stacked(node: Any) -> bool:
     return isinstance(node, Stacked) and type(node).to_state_dict is Stacked.to_state_dict
 
 
-def trace_export(module: Any) -> list[tuple[str, View | NotACopy, tuple[str, ...]]]:
-    """For each tensor of a module's state dict its name (without prefix), what it is, and the paths of all leaves."""
+def trace_export(module: Any) -> "_Trace":
+    """For each tensor of a module's state dict its name (without prefix), and what it is of the module's arrays."""
     arrays_only = _without_empty_names(eqx.filter(module, is_array_like))
-    paths = tuple(leaf.path for leaf in named_leaves(arrays_only))
     leaves, treedef = jax.tree_util.tree_flatten(arrays_only)
     shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
     found = _traces.get((treedef, shapes))
     if found is None:
         found = _traces.put((treedef, shapes), _trace(treedef, shapes))
-    return [(name, value, paths) for name, value in found]
+    return found
 
 
 def _without_empty_names(module: Any) -> Any:

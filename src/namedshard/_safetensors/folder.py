@@ -1,4 +1,4 @@
-"""PURE. Selects by name which files of a folder are its checkpoint, and which an unfinished save has left."""
+"""PURE. Selects by name which files of a folder are its checkpoint."""
 
 import collections
 import itertools
@@ -115,15 +115,3 @@ def _candidates(names: Collection[str], alone: Sequence[str], sets: Sequence[_Sh
     others = {name: found.files for name, found in complete.items() if not (saving and found.generation)}
     candidates = {name: (name,) for name in alone if name not in in_sets} | others
     return candidates or {name: found.files for name, found in list(complete.items())[:1]}
-
-
-def select_abandoned(names: Collection[str], named: Collection[str]) -> list[str]:
-    """Shards left by a save that did not finish: no index names them, and no reader takes them.
-
-    A complete set without an index stays as long as nothing else in the folder is taken for its checkpoint.
-    """
-    try:
-        kept = set(select_files("", names))
-    except CheckpointError:
-        kept = {*names} - {name for found in _shard_sets(names) if not found.complete for name in found.files}
-    return sorted(name for name in names if _is_our_shard(name) and name not in {*kept, *named})

@@ -202,7 +202,7 @@ def parse_header(raw: bytes, file: str, size: int) -> dict[str, TensorInfo]:
     All bad tensors are listed if the header is not valid, or does not cover the file's bytes exactly.
     """
     fields = parse_json(raw, f"{file}: the header")
-    metadata = fields.pop(METADATA_KEY, {})
+    metadata = {} if (given := fields.pop(METADATA_KEY, None)) is None else given
     lines: list[str] = []
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast("dict[str, Any]", metadata).values()):
         lines.append(f"{METADATA_KEY}: not an object of strings")

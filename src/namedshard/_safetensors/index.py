@@ -9,7 +9,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from namedshard._errors import CheckpointError, HeaderError
-from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, select_abandoned, select_files
+from namedshard._safetensors.folder import INDEX, INDEX_SUFFIX, SINGLE, SUFFIX, select_files
 from namedshard._safetensors.header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -113,37 +113,34 @@ def _from_index(name: str, files: OpenFiles) -> dict[str, TensorInfo]:
     return {tensor: headers[file][tensor] for tensor, file in weight_map.items()}
 
 
-def referenced_files(index: str) -> set[str]:
-    """The files that a local index names; none if there is no index."""
+def _files_beside(index: str) -> set[str]:
+    """The checkpoint files that a local index names and that lie beside it; none if there is no index.
+
+    What is anywhere else, or of another kind, is not the checkpoint's own, whatever an index says.
+    """
     if not os.path.lexists(index):
         return set()
     with OpenFiles() as files:
-        return set(_weight_map(index, files).values())
+        named = map(os.path.normpath, _weight_map(index, files).values())
+        return {name for name in named if name.endswith(SUFFIX) and not re.search(r"[/\\]", name)}
 
 
-def own_files(directory: str) -> set[str]:
-    """What the directory's index names and may be removed with it: checkpoint files that lie beside it."""
+def replaceable_files(directory: str) -> set[str]:
+    """The files of the directory's index, which go with it. Unless all are there, they are an unfinished download."""
     try:
-        named = referenced_files(os.path.join(directory, INDEX))
+        files = _files_beside(os.path.join(directory, INDEX))
     except CheckpointError:
         return set()
-    # What is anywhere else, or of another kind, is not the checkpoint's own, whatever an index says.
-    beside = map(os.path.normpath, named)
-    return {name for name in beside if name.endswith(SUFFIX) and not re.search(r"[/\\]", name)}
+    return files if all(os.path.lexists(os.path.join(directory, name)) for name in files) else set()
 
 
-def find_abandoned(directory: str) -> list[str]:
-    """Shards that an unfinished save has left in a local directory."""
+def indexed_files(directory: str) -> set[str]:
+    """The files that any index of the directory names: all of its files if an index cannot be read."""
     names = _listing(directory)
-    named: set[str] = set()
     try:
-        for name in names:
-            if name.endswith(INDEX_SUFFIX):
-                named |= {os.path.normpath(file) for file in referenced_files(os.path.join(directory, name))}
+        return {f for n in names if n.endswith(INDEX_SUFFIX) for f in _files_beside(os.path.join(directory, n))}
     except CheckpointError:
-        # What an index names that cannot be read may be in use.
-        return []
-    return select_abandoned(names, named)
+        return set(names)
 
 
 def _listing(directory: str) -> list[str]:

@@ -54,7 +54,7 @@ def _jobs(batch: Batch, settings: Mapping[str, ReadSettings]) -> Iterator[tuple[
             info, wanted = origin.info, [box for box, _ in requests]
             for chunk in plan_chunks(origin.part, wanted, info.dtype.itemsize, info.start, settings[info.file]):
                 served = tuple(requests[i] for i in chunk.requests)
-                yield info.file, Job(chunk, origin.part, origin.name, info.dtype, origin.scale, served)
+                yield info.file, Job(chunk, origin.part, origin.label, info.dtype, origin.scale, served)
 
 
 def _plan_reads(batch: Batch, files: OpenFiles, budget: int) -> list[Read]:
@@ -78,37 +78,39 @@ def _group_jobs(jobs: Sequence[Job], settings: ReadSettings) -> Iterator[tuple[J
     yield from ((job,) for job in jobs if job.chunk.outer)
 
 
-def _raise_unfit(batch: Batch) -> None:
+def _raise_unfit(batch: Batch, where: str) -> None:
     found: dict[tuple[str, str, str], list[Any]] = {}
     for target, shard in batch:
-        for name, values in shard.unfit.items():
-            found.setdefault((target.path, name, str(target.dtype)), []).extend(values)
+        for label, values in shard.unfit.items():
+            found.setdefault((target.path, label, str(target.dtype)), []).extend(values)
     lines: list[str] = []
-    for (path, name, dtype), values in found.items():
+    for (path, label, dtype), values in found.items():
         low, high = str(min(values)), str(max(values))
         shown = f"{low} does" if low == high else f"{low} and {high} do"
-        lines.append(f"{at(path)}: tensor {name!r}: {shown} not fit {dtype}")
+        lines.append(f"{at(path)}: {label}: {shown} not fit {dtype}")
     if lines:
         raise NarrowingError(
-            f"{len(lines)} {'tensor holds' if len(lines) == 1 else 'tensors hold'} values that do not fit",
+            f"{where}: {len(lines)} {'tensor holds' if len(lines) == 1 else 'tensors hold'} values that do not fit",
             lines,
             fix="pass a wider dtype=, or enable 64-bit types",
         )
 
 
 def _read_batch(
-    wanted: Sequence[tuple[Target, Bounds]], files: OpenFiles, budget: int, advance: Callable[[int], None]
+    wanted: Sequence[tuple[Target, Bounds]], files: OpenFiles, where: str, budget: int, advance: Callable[[int], None]
 ) -> Batch:
     batch: list[tuple[Target, ShardBuffer]] = []
     for target, bounds in wanted:
         memory = boxes.aligned_empty(boxes.shape_of(bounds), target.dtype)
         batch.append((target, ShardBuffer(bounds, memory, target.check)))
     execute_reads(_plan_reads(batch, files, budget), advance)
-    _raise_unfit(batch)
+    _raise_unfit(batch, where)
     return batch
 
 
-def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Progress) -> dict[int, jax.Array]:
+def _load(
+    targets: Sequence[Target], files: OpenFiles, where: str, budget: int, progress: Progress
+) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
     staged = not all(local.on_cpus(t.sharding) for t in targets)
     # The distinct shards of each leaf that this process's devices need.
@@ -125,7 +127,7 @@ def _load(targets: Sequence[Target], files: OpenFiles, budget: int, progress: Pr
     with reporting(progress, total, "loading") as advance:
         for wanted in _batches(targets, needed, budget // 4 if staged else None):
             placed: list[jax.Array] = []
-            for target, shard in _read_batch(wanted, files, budget // 2, advance):
+            for target, shard in _read_batch(wanted, files, where, budget // 2, advance):
                 data = shard.array
                 if staged:
                     data = local.onto_devices(target.shape, target.sharding, shard.bounds, data)
@@ -146,7 +148,7 @@ def load_with(opener: Opener, path: str | os.PathLike[str], like: PyTree, option
     limit = parse_bytes(options.budget)
     with OpenFiles(opener) as files:
         targets = resolve_targets(like, find_tensors(where, files), where, options)
-        arrays = _load(targets, files, limit, options.progress) if targets else {}
+        arrays = _load(targets, files, where, limit, options.progress) if targets else {}
     leaves, treedef = jax.tree_util.tree_flatten(like)
     return jax.tree_util.tree_unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
 

@@ -1,15 +1,17 @@
 """PURE. Leaf paths to tensor names and layouts, as Haliax's state dicts have them, and back."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import equinox as eqx
+import haliax as hax
 import jax
 from haliax import NamedArray
 
 from namedshard._errors import CheckpointError, at, did_you_mean
-from namedshard._plan.leaves import is_array_like, named_leaves, path_string
+from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._safetensors.export import exports_itself, is_stacked, trace_export
 from namedshard._safetensors.layout import Part, View, covered, identity, layer_of
 
@@ -60,63 +62,64 @@ def join(prefix: str | None, key: str | None) -> str | None:
     return ".".join(present) if present else None
 
 
-def _one_layer(stacked: Any) -> tuple[Any, dict[str, int | None]]:
+def _one_layer(stacked: Any, paths: Sequence[str]) -> tuple[Any, dict[str, int | None]]:
     """One layer's module with abstract arrays, and which dimension of each leaf counts the layers, if any."""
     dims: dict[str, int | None] = {}
-    block = stacked.Block
+    block, numbered = stacked.Block, iter(paths)
 
-    def cut(path: tuple[Any, ...], x: Any) -> Any:
-        array: Any = x.array if isinstance(x, NamedArray) else x
-        if not is_array_like(array):
+    def cut(x: Any, axes: tuple[hax.Axis, ...] | None = None) -> Any:
+        path = next(numbered)
+        if not is_array_like(x):
             return x
+        if axes is None:
+            dim = 0 if tuple(x.shape[:1]) == (block.size,) else None
+        else:
+            dim = next((i for i, axis in enumerate(axes) if axis.name == block.name), None)
+        dims[path] = dim
+        if dim is not None:
+            x = jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
+            axes = axes and (*axes[:dim], *axes[dim + 1 :])
+        return x if axes is None else NamedArray(x, axes)
+
+    def cut_named(x: Any) -> Any:
+        if not isinstance(x, NamedArray):
+            return cut(x)
         try:
-            axes = tuple(x.axes) if isinstance(x, NamedArray) else None
+            axes = tuple(x.axes) if jax.tree_util.all_leaves([x.array]) else None
         except ValueError:
             # Names that do not fit.
             axes = None
-        if axes is None:
-            dim = 0 if tuple(array.shape[:1]) == (block.size,) else None
-        else:
-            dim = next((i for i, axis in enumerate(axes) if axis.name == block.name), None)
-        dims[path_string(path)] = dim
-        if dim is not None:
-            array = jax.ShapeDtypeStruct((*array.shape[:dim], *array.shape[dim + 1 :]), array.dtype)
-            axes = axes and (*axes[:dim], *axes[dim + 1 :])
-        return array if axes is None else NamedArray(array, axes)
+        return jax.tree_util.tree_map(cut, x.array) if axes is None else cut(x.array, axes)
 
-    return jax.tree_util.tree_map_with_path(cut, stacked.stacked, is_leaf=lambda x: isinstance(x, NamedArray)), dims
+    return jax.tree_util.tree_map(cut_named, stacked.stacked, is_leaf=lambda x: isinstance(x, NamedArray)), dims
 
 
-def _walk(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
-    """The tensors of a subtree, named as `haliax.state_dict` names them."""
-    if node is None:
-        return
-    if isinstance(node, NamedArray):
+def _walk(node: Any, paths: Iterator[str], prefix: str | None) -> Iterator[Tensor | Unknown]:
+    """The tensors of a subtree, named as `haliax.state_dict` names them; ``paths`` are those of its leaves."""
+    while isinstance(node, NamedArray):
         node = node.array
-    if is_array_like(node):
-        where = path_string(path)
-        shape = tuple(node.shape)
-        yield Tensor(prefix or "", shape, ((where, identity(shape)),))
-    elif is_stacked(node):
-        yield from _walk_stacked(node, path, prefix)
-    elif exports_itself(node):
-        yield from _walk_export(node, path, prefix)
+    if jax.tree_util.all_leaves([node]):
+        path = next(paths)
+        if is_array_like(node):
+            shape = tuple(node.shape)
+            yield Tensor(prefix or "", shape, ((path, identity(shape)),))
+    elif (stacked := is_stacked(node)) or exports_itself(node):
+        walk = _walk_stacked if stacked else _walk_export
+        yield from walk(node, list(itertools.islice(paths, jax.tree_util.tree_structure(node).num_leaves)), prefix)
     else:
         renamed: Mapping[str, str | None] = {}
         if isinstance(node, eqx.Module) and hasattr(node, "_state_dict_key_map"):
             renamed = cast("Any", node)._state_dict_key_map()
         for key, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
             name = jax.tree_util.keystr(key, simple=True)
-            if key:
-                yield from _walk(child, (*path, *key), join(prefix, renamed.get(name, name)))
+            yield from _walk(child, paths, join(prefix, renamed.get(name, name)))
 
 
-def _walk_stacked(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
-    layer, dims = _one_layer(node)
-    here = path_string((*path, jax.tree_util.GetAttrKey("stacked")))
-    for tensor in _walk(layer, (), None):
+def _walk_stacked(node: Any, paths: Sequence[str], prefix: str | None) -> Iterator[Tensor | Unknown]:
+    layer, dims = _one_layer(node, paths)
+    for tensor in _walk(layer, iter(paths), None):
         if isinstance(tensor, Unknown):
-            yield Unknown(tuple(_under(here, path) for path in tensor.paths), tensor.why)
+            yield tensor
             continue
         # What no leaf has once for each layer is stored once.
         per_layer = any(dims[path] is not None for path in tensor.paths)
@@ -124,32 +127,26 @@ def _walk_stacked(node: Any, path: tuple[Any, ...], prefix: str | None) -> Itera
             parts: list[tuple[str, Part]] = []
             for where, part in tensor.parts:
                 dim = dims[where]
-                parts.append((_under(here, where), part if dim is None else layer_of(part, dim, i)))
+                parts.append((where, part if dim is None else layer_of(part, dim, i)))
             name = join(join(prefix, str(i) if per_layer else None), tensor.name or None)
             yield Tensor(name or "", tensor.shape, tuple(parts), tensor.scale)
 
 
-def _walk_export(node: Any, path: tuple[Any, ...], prefix: str | None) -> Iterator[Tensor | Unknown]:
-    here = path_string(path)
+def _walk_export(node: Any, paths: Sequence[str], prefix: str | None) -> Iterator[Tensor | Unknown]:
     kind = type(node).__name__
+    arrays = tuple(p for p, x in zip(paths, jax.tree_util.tree_leaves(node), strict=True) if is_array_like(x))
     try:
         tensors = trace_export(node)
     except Exception as error:
-        paths = tuple(_under(here, leaf.path) for leaf in named_leaves(node) if is_array_like(leaf.value))
-        yield Unknown(paths, f"{kind}.to_state_dict raises {type(error).__name__}: {error}")
+        yield Unknown(arrays, f"{kind}.to_state_dict raises {type(error).__name__}: {error}")
         return
-    for name, value, paths in tensors:
+    for name, value in tensors:
         if isinstance(value, View):
-            parts = tuple((_under(here, paths[leaf]), part) for leaf, part in value.parts)
+            parts = tuple((arrays[leaf], part) for leaf, part in value.parts)
             yield Tensor(join(prefix, name or None) or "", value.shape, parts, value.scale)
         else:
-            mine = [paths[i] for i in sorted(value.leaves)] or paths
-            yield Unknown(tuple(_under(here, path) for path in mine), f"{kind} computes tensor {name!r}: {value}")
-
-
-def _under(here: str, path: str) -> str:
-    """A path within a node, seen from the tree's root."""
-    return here + path if not here or not path or path.startswith("[") else f"{here}.{path}"
+            mine = tuple(arrays[i] for i in sorted(value.leaves)) or arrays
+            yield Unknown(mine, f"{kind} computes tensor {name!r}: {value}")
 
 
 def _rename_leaf(path: str, shape: tuple[int, ...], given: Renamed, default: list[Tensor]) -> list[Tensor] | str:
@@ -194,8 +191,9 @@ def tensors_of(tree: Any, names: Names | None = None, *, require_all: bool = Fal
     With ``require_all``, a tensor that a module computes is an error even if other tensors hold all of its leaves,
     unless ``names`` has these.
     """
-    shapes = {leaf.path: tuple(leaf.value.shape) for leaf in named_leaves(tree) if is_array_like(leaf.value)}
-    walked = list(_walk(tree, (), None))
+    leaves = named_leaves(tree)
+    shapes = {leaf.path: tuple(leaf.value.shape) for leaf in leaves if is_array_like(leaf.value)}
+    walked = list(_walk(tree, (leaf.path for leaf in leaves), None))
     tensors, renamed, lines = _rename([tensor for tensor in walked if isinstance(tensor, Tensor)], names, shapes)
     lines += _find_lost(walked, tensors, shapes, renamed if require_all else None)
     lines += [f"{at(path)}: has no name" for tensor in tensors if not tensor.name for path, _ in tensor.parts]

@@ -9,12 +9,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from haliax import NamedArray
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import CheckpointError, at
-from namedshard._plan.leaves import is_array_like, named_leaves, native_dtype, path_string
+from namedshard._plan.leaves import Leaf, is_array_like, named_leaves, native_dtype
 from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS, SURROGATES
 from namedshard._safetensors.layout import Part
 from namedshard._safetensors.names import Names, Tensor, tensors_of
@@ -48,13 +47,14 @@ class File:
     owner: int
 
 
-def _loose_numbers(tree: PyTree) -> list[str]:
+def _loose_numbers(tree: PyTree, leaves: Sequence[Leaf]) -> list[str]:
     """Python numbers that are no module's own: they would not come back."""
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, eqx.Module | NamedArray))[0]
+    nodes = jax.tree_util.tree_leaves(tree, is_leaf=lambda x: isinstance(x, eqx.Module))
+    owned = [isinstance(node, eqx.Module) for node in nodes for _ in jax.tree_util.tree_leaves(node)]
     return [
-        f"{at(path_string(path))}: the Python number {x!r} is no array"
-        for path, x in flat
-        if isinstance(x, bool | int | float | complex) and not is_array_like(x)
+        f"{at(leaf.path)}: the Python number {leaf.value!r} is no array"
+        for leaf, own in zip(leaves, owned, strict=True)
+        if not own and isinstance(leaf.value, bool | int | float | complex) and not is_array_like(leaf.value)
     ]
 
 
@@ -66,15 +66,21 @@ def _why_not(value: Any) -> str:
         return "is traced: it has no values yet"
     if isinstance(value, jax.Array) and value.is_deleted():
         return "was donated or deleted"
-    if compat.is_key_array(value):
-        return "is an array of typed keys; save its jax.random.key_data"
-    return ""
+    if isinstance(value, jax.Ref):
+        return "is a jax.Ref; save its value, ref[...]"
+    if isinstance(value, np.ma.MaskedArray):
+        return "is masked, and a file has no masks; fill it, or save data and mask"
+    known = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not known and not (hasattr(value, "__array__") and isinstance(value.dtype, np.dtype)):
+        return f"is a {type(value).__name__}, which is no array of JAX or numpy"
+    return "is an array of typed keys; save its jax.random.key_data" if compat.is_key_array(value) else ""
 
 
 def resolve_outgoing(tree: PyTree, names: Names | None, dtypes: DTypes) -> list[Outgoing]:
     """The tensors to write for a tree; lists all leaves that cannot be written, and all bad names."""
-    lines = _loose_numbers(tree)
-    values = {leaf.path: leaf.value for leaf in named_leaves(tree) if is_array_like(leaf.value)}
+    leaves = named_leaves(tree)
+    lines = _loose_numbers(tree, leaves)
+    values = {leaf.path: leaf.value for leaf in leaves if is_array_like(leaf.value)}
     bad = {path: why for path, value in values.items() if (why := _why_not(value))}
     lines += [f"{at(path)}: {why}" for path, why in bad.items()]
     tensors = tensors_of(tree, names, require_all=True)

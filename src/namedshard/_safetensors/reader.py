@@ -33,7 +33,7 @@ class Job:
 
     chunk: Chunk
     part: Part
-    name: str
+    label: str
     dtype: np.dtype[Any]
     scale: float
     requests: tuple[tuple[Bounds, ShardBuffer], ...]
@@ -78,7 +78,7 @@ def _convert(job: Job, source: np.ndarray, into: np.ndarray, shard: ShardBuffer)
     if job.scale != 1:
         source = scaled(source, 1 / job.scale, job.dtype)
     if shard.check and (unfit := find_unfit(source, shard.array.dtype)):
-        shard.unfit.setdefault(job.name, []).extend(unfit)
+        shard.unfit.setdefault(job.label, []).extend(unfit)
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(into, source, casting="unsafe")
 

@@ -236,8 +236,7 @@ def _publish(failures: Failures, destination: Destination, partials: Sequence[Pa
         failures.round({"placed": destination.placed})
     except BaseException:
         # Files that an index may name stay: only process 0, which writes it, knows that there is none.
-        unnamed = not destination.placed if main else failures.placed is False
-        if destination.indexed and unnamed:
+        if destination.indexed:
             for partial in partials:
-                partial.close(withdraw=True)
+                partial.close(placed=destination.placed if main else failures.placed)
         raise

@@ -1,6 +1,7 @@
 """Matches a tree with a checkpoint: each leaf's sharding, dtype and tensors, with all errors before the first read."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
@@ -14,7 +15,7 @@ from namedshard import _errors as errors
 from namedshard._place.boxes import volume
 from namedshard._place.shard import check_memory_kind, check_memory_of
 from namedshard._plan.best_effort import best_effort_spec
-from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
+from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, jax_dtype, named_leaves, native_dtype
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping
 from namedshard._plan.mesh import MeshLike, describe, require_mesh, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
@@ -55,9 +56,9 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The part of a stored tensor that some of a leaf's elements come from."""
+    """The part of a stored tensor that some of a leaf's elements come from; ``label`` is the tensor in messages."""
 
-    name: str
+    label: str
     info: TensorInfo
     part: Part
     scale: float
@@ -83,7 +84,9 @@ class Target:
     check: bool
 
 
-def _resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: LoadOptions) -> list[Sharding | None]:
+def _resolve_shardings(
+    leaves: Sequence[Leaf], treedef: PyTreeDef, path: str, options: LoadOptions
+) -> list[Sharding | None]:
     """Each leaf's sharding: as planned, else an abstract leaf's own, else by best effort (None: the default device)."""
     mapping = resolve_mapping(options.mapping)
     # Without a mapping, only leaves that carry their own are planned.
@@ -95,9 +98,43 @@ def _resolve_shardings(leaves: Sequence[Leaf], treedef: PyTreeDef, options: Load
     shardings: list[Sharding | None] = [None] * len(leaves)
     if mesh is not None and any(planned):
         policy = with_policy(mapping or AxisMapping(), options.indivisible)
-        plan = plan_leaves(leaves, treedef, policy, mesh, memory_kind=kind, manual=frozenset())
+        plan = plan_leaves(leaves, treedef, policy, mesh, memory_kind=kind, manual=frozenset(), source=path)
         shardings = [plan.sharding_of(p) if here else None for here, p in zip(planned, plan.leaves, strict=True)]
+    _check_own(leaves, shardings, mesh)
     return [s or _unplanned_sharding(leaf.value, mesh, kind) for leaf, s in zip(leaves, shardings, strict=True)]
+
+
+def _check_own(leaves: Sequence[Leaf], planned: Sequence[Sharding | None], mesh: Mesh | None) -> None:
+    """Raise unless there is a mesh for the leaves' own shardings on abstract meshes, which fits them."""
+    lines: list[str] = []
+    for leaf, sharding in zip(leaves, planned, strict=True):
+        own: Any = getattr(leaf.value, "sharding", None)
+        if sharding is None and isinstance(leaf.value, jax.ShapeDtypeStruct) and _is_abstract(own):
+            try:
+                if mesh is None:
+                    raise ValueError
+                NamedSharding(mesh, own.spec).shard_shape(leaf.value.shape)
+            except ValueError:
+                shape = ", ".join(map(str, leaf.value.shape))
+                lines.append(f"{errors.at(leaf.path)}: ({shape}) as {own.spec} on the mesh {describe(own.mesh)}")
+    if lines and mesh is None:
+        raise errors.NoMeshError(
+            f"load_safetensors: {errors.count_of(len(lines), len(leaves))} sharded on an abstract mesh, and no mesh was"
+            " given and none is in context",
+            lines,
+            fix="pass mesh=, or enter jax.set_mesh",
+        )
+    if lines and mesh is not None:
+        raise errors.PlanError(
+            f"load_safetensors: {errors.count_of(len(lines), len(leaves))} cannot be sharded as they say on the mesh"
+            f" {describe(mesh)}",
+            lines,
+            fix="pass a mesh with these axes that divides the shapes, or other shardings in like",
+        )
+
+
+def _is_abstract(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
 
 
 def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | None:
@@ -127,12 +164,16 @@ def _unplanned_sharding(value: Any, mesh: Mesh | None, memory_kind: str | None) 
 
 
 def _chosen_sharding(value: Any, mesh: Mesh | None) -> Sharding | None:
-    """The sharding that a leaf already has, if somebody chose it and it has devices."""
+    """The sharding that a leaf already has, if somebody chose it: on the mesh, if its own is abstract."""
     own = getattr(value, "sharding", None)
     # Under a mesh, JAX itself makes arrays replicated; only of an abstract leaf is the sharding somebody's choice.
     chosen = isinstance(value, jax.ShapeDtypeStruct) or (mesh is None and getattr(value, "committed", False))
-    concrete = isinstance(own, Sharding) and not isinstance(getattr(own, "mesh", None), AbstractMesh)
-    return own if chosen and concrete else None
+    if not chosen or not isinstance(own, NamedSharding) or not _is_abstract(own):
+        return own if chosen and isinstance(own, Sharding) else None
+    # Under an Explicit mesh, JAX makes structs replicated too.
+    if mesh is None or all(axes is None for axes in own.spec):
+        return None
+    return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind)
 
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
@@ -172,11 +213,22 @@ class _Conversion(NamedTuple):
     refusal: str = ""
 
 
+def _jax_dtype(dtype: Any) -> Any:
+    """The dtype of the JAX array, or None if JAX has none."""
+    try:
+        return jax_dtype(dtype) if jax_can_hold(native_dtype(dtype)) else None
+    except TypeError:
+        return None
+
+
 def _resolve_conversion(leaf: Leaf, have: np.dtype[Any], options: LoadOptions) -> _Conversion:
-    if jnp.issubdtype(leaf.value.dtype, jax.dtypes.extended):
-        return _Conversion(have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data")
     requested = requested_dtype(options.dtype, leaf.path, have)
-    wanted = jax.dtypes.canonicalize_dtype(leaf.value.dtype if requested is None else requested)
+    asked = leaf.value.dtype if requested is None else requested
+    wanted = _jax_dtype(asked)
+    if wanted is None:
+        return _Conversion(have, False, f"JAX has no dtype {asked}")
+    if jnp.issubdtype(wanted, jax.dtypes.extended):
+        return _Conversion(have, False, "a typed PRNG key has no dtype in a file; load its jax.random.key_data")
     if CODES[have] in PACKED_BITS:
         return _Conversion(wanted, False, f"{CODES[have]} is packed and cannot be loaded")
     if _kind(have) is _kind(wanted):
@@ -221,7 +273,7 @@ def resolve_targets(like: PyTree, found: Mapping[str, TensorInfo], path: str, op
     leaves = named_leaves(like)
     arrays = [leaf for leaf in leaves if is_array_like(leaf.value)]
     _check_paths(options.dtype, [leaf.path for leaf in arrays])
-    shardings = _resolve_shardings(leaves, jax.tree_util.tree_structure(like), options)
+    shardings = _resolve_shardings(leaves, jax.tree_util.tree_structure(like), path, options)
     tensors = tensors_of(like, options.names)
     used = {tensor.name for tensor in tensors}
     spare = [name for name in found if name not in used]
@@ -234,7 +286,7 @@ def resolve_targets(like: PyTree, found: Mapping[str, TensorInfo], path: str, op
                 fix='pass unexpected="ignore" if that is meant',
             )
         )
-    return _convert(leaves, shardings, origins, options)
+    return _convert(leaves, shardings, origins, path, options)
 
 
 def _match(
@@ -248,6 +300,12 @@ def _match(
     """Where each leaf's elements are, by leaf path; leaves that ``missing="keep"`` leaves as they are have no entry."""
     by_leaf = tensors_by_leaf(tensors)
     lines: list[str] = []
+
+    def origin(tensor: Tensor, part: Part) -> Origin:
+        info = found[tensor.name]
+        of = "" if info.file == path else f" of {os.path.basename(info.file)}"
+        return Origin(f"tensor {tensor.name!r}{of}", info, part, tensor.scale)
+
     origins: dict[str, list[Origin]] = {}
     for leaf in arrays:
         mine = by_leaf.get(leaf.path, [])
@@ -257,7 +315,7 @@ def _match(
             continue
         note = ", and the leaf is abstract: there is nothing to keep" if keep else ""
         lines += _find_mismatches(leaf, mine, found, spare, note)
-        origins[leaf.path] = [Origin(t.name, found[t.name], p, t.scale) for t in present for p in t.parts_of(leaf.path)]
+        origins[leaf.path] = [origin(t, p) for t in present for p in t.parts_of(leaf.path)]
     if options.unexpected == "error":
         lines += [f"tensor {name!r} is for no leaf" for name in spare]
     if lines:
@@ -274,6 +332,7 @@ def _convert(
     leaves: Sequence[Leaf],
     shardings: Sequence[Sharding | None],
     origins: Mapping[str, list[Origin]],
+    path: str,
     options: LoadOptions,
 ) -> list[Target]:
     """The targets, once each leaf's dtype is known."""
@@ -286,14 +345,17 @@ def _convert(
         resolved = {origin.info.dtype: _resolve_conversion(leaf, origin.info.dtype, options) for origin in mine}
         for origin in mine:
             if refusal := resolved[origin.info.dtype].refusal:
-                lines.append(f"{errors.at(leaf.path)}: tensor {origin.name!r}: {refusal}")
+                lines.append(f"{errors.at(leaf.path)}: {origin.label}: {refusal}")
         # A leaf without elements may have no origin.
-        dtype = next(iter(resolved.values())).dtype if mine else jax.dtypes.canonicalize_dtype(leaf.value.dtype)
+        dtype = next(iter(resolved.values())).dtype if mine else _jax_dtype(leaf.value.dtype)
+        if dtype is None:
+            lines.append(f"{errors.at(leaf.path)}: JAX has no dtype {leaf.value.dtype}")
+            continue
         check = any(c.check for c in resolved.values())
         out.append(Target(i, leaf.path, tuple(leaf.value.shape), dtype, sharding, tuple(mine), check))
     if lines:
         raise errors.NarrowingError(
-            f"{errors.count_of(len(lines), len(out))} cannot take the checkpoint's dtypes",
+            f"{path}: {errors.count_of(len(lines), len(origins))} cannot take the checkpoint's dtypes",
             lines,
             fix='say with dtype= what they shall be, pass narrow="fit" if the values fit, or enable 64-bit types',
         )
