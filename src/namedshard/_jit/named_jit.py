@@ -118,11 +118,8 @@ class NamedJit:
         key = None
         if not same:
             key = treedef, signature(leaves), mapping, context
-            try:
-                call = store.calls.get(key)
-            except TypeError:
-                # Something cannot be hashed; planning finds out what.
-                call = None
+            # None also where something cannot be hashed; planning finds out what.
+            call = store.calls.get(key)
         if call is not None and call.held is not None and (numbers := differing_numbers(treedef, call.held)):
             # Structures are equal whose static fields are 1, 1.0 and True: the first has the key, others add to it.
             key = treedef, signature(leaves), mapping, context
@@ -173,10 +170,11 @@ class NamedJit:
                 tuple((n, p.place) for n, p in enumerate(plans) if p.place is not None),
                 tuple(n for n, p in enumerate(plans) if p.mismatch is not None),
                 program.held,
+                used=store.runs,
             )
             self._hint_numbers(arguments.leaves)
-            store.add(key, call)
-            return call
+            store.calls.remove(key)
+            return store.calls.put(key, call)
 
     def _check_mismatches(
         self,

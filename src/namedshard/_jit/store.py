@@ -19,8 +19,7 @@ from namedshard._jit.program import WRAPPED, Function, Program
 from namedshard._jit.signature import Held
 from namedshard._plan.mapping import AxisMapping
 
-MAX_CALLS = 4096
-MAX_PROGRAMS = 1024
+MAX_CALLS = 1024
 
 
 OnMismatch: TypeAlias = Literal["error", "reshard", "warn"]
@@ -77,26 +76,15 @@ class CallPlan:
 
 
 class Store:
-    """Programs by what was traced, call plans by what was passed; drops the least recently used ones."""
+    """Programs by what was traced, call plans by what was passed; a program lives as long as a call plan runs it."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.programs: dict[Hashable, Program] = {}
-        self.calls: dict[Hashable, CallPlan] = {}
+        self.programs: weakref.WeakValueDictionary[Hashable, Program] = weakref.WeakValueDictionary()
+        self.calls: BoundedCache[CallPlan] = BoundedCache(MAX_CALLS)
         self.lock = threading.RLock()
         self.numbers_seen: dict[str, set[Hashable]] = collections.defaultdict(set)
         self.runs = 0
-
-    def add(self, key: Hashable, call: CallPlan) -> None:
-        """Keep a call plan. Over the limits, a quarter is dropped, with the programs that no other plan runs."""
-        call.used = self.runs
-        self.calls[key] = call
-        if len(self.calls) <= MAX_CALLS and len(self.programs) <= MAX_PROGRAMS:
-            return
-        recent = sorted(self.calls.items(), key=lambda item: item[1].used)
-        self.calls = dict(recent[len(recent) // 4 :])
-        needed = {id(kept.program) for kept in self.calls.values()}
-        self.programs = {key: program for key, program in self.programs.items() if id(program) in needed}
 
 
 _by_anchor: weakref.WeakKeyDictionary[Any, dict[Hashable, Store]] = weakref.WeakKeyDictionary()
