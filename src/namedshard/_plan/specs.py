@@ -79,7 +79,7 @@ def _specs_of_tree(tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | N
         specs = [next(planned).spec for _ in jax.tree_util.tree_leaves(node)]
         if len(specs) == 1 and specs[0] is not None:
             return specs[0]
-        if is_array_like(node) and not isinstance(node, NamedArray):
+        if not isinstance(node, NamedArray) and is_array_like(node):
             # Of a plain array, what JAX's own type says.
             return jax.typeof(node).sharding.spec
         return PartitionSpec() if isinstance(node, bool | int | float | complex) else None
