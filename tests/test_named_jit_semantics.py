@@ -702,15 +702,16 @@ def test_a_function_is_not_kept_alive(make: Callable[[Trainer], Any]) -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_calls, "MAX_CALLS", 4)
-    fn = ns.named_jit(lambda x: x + 1)
+    traced: list[int] = []
+    fn = ns.named_jit(lambda x: traced.append(x.size) or x + 1)
     for n in range(20):
         fn(jnp.ones(n % 10 + 1))
         fn(jnp.ones(64))
-        gc.collect()
+    gc.collect()
     assert len(fn._store.calls) <= 4 and len(fn._store.programs) <= 4
-    report = fn.report()
-    # The one in use throughout was never forgotten: 1 + 20 of the others, which never fit.
-    assert (report.calls, report.traces, report.compiles) == (40, 21, 21)
+    # The one in use throughout was never forgotten.
+    assert traced.count(64) == 1
+    assert 11 <= len(traced) == fn.report().traces
 
 
 # --- around and inside ------------------------------------------------------------------------------------------------
