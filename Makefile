@@ -6,7 +6,8 @@
 
 VENV ?= .venv
 PY = $(VENV)/bin/python
-JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -le 4 ] && echo "$$n" || echo 4)
+# One more than the cores, since tests of several processes often wait.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -lt 4 ] && echo "$$((n + 1))" || echo 4)
 # The Python that `make wheel` installs the wheel on; empty means the newest.
 WHEEL_PYTHON_VERSION ?=
 ARGS ?=
@@ -29,7 +30,7 @@ demo: venv ## Embed sentences with a real model, sharded over this machine's dev
 	@$(PY) examples/embed_sentences.py
 
 test: venv ## Run the tests
-	$(PY) -m pytest -n $(JOBS) $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: venv ## Check style and formatting
 	$(PY) -m ruff check .

@@ -17,7 +17,7 @@ HALIAX = {"3.11": ("marin", "pypi"), "3.12": ("marin",), "3.13": ("marin",)}
 OLDER_HALIAX = "haliax==1.4.dev453"
 # A matrix without its two ends would prove little, so there a missing interpreter fails; between them it is skipped.
 REQUIRED = (PYTHONS[0], PYTHONS[-1])
-JOBS = os.environ.get("JOBS") or str(min(os.cpu_count() or 1, 4))
+JOBS = os.environ.get("JOBS") or str(min((os.cpu_count() or 1) + 1, 4))
 
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["lint", "types", *(f"tests-{python}" for python in PYTHONS), "docs", "examples", "wheel"]
@@ -65,7 +65,7 @@ def add_tests(python: str) -> None:
         install(session, haliax)
         # How processes talk to each other is a matter of JAX, whichever distribution gives the names.
         fewer = ["--ignore-glob=tests/test_mp_*"] if haliax == "pypi" else []
-        session.run("python", "-m", "pytest", "-n", JOBS, *fewer, *session.posargs)
+        session.run("python", "-m", "pytest", "-n", JOBS, "--dist", "worksteal", *fewer, *session.posargs)
 
 
 for version in PYTHONS:

@@ -15,7 +15,7 @@ import namedshard as ns
 from mp.tools import AUTO, DEVICES, EXPLICIT, ME, mesh, named, own
 
 MAPPING = ns.AxisMapping({"embed": ns.first("x", None), "mlp": ns.first("y", None), "vocab": "y"})
-MODELS = ("dense", "lora", "mixed_dtypes", "stacked", "tied", "fused", "closures_and_statics")
+MODELS = ("mixed_dtypes", "stacked", "tied", "fused", "closures_and_statics")
 
 
 def over_all(types: Any = AUTO, reverse: bool = False) -> Mesh:
