@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na
+from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na, unreduced
 
 import namedshard as ns
 from namedshard._place import transfer as collective
@@ -179,3 +179,10 @@ def test_what_the_compiler_needs_is_found_out_for_large_arrays(monkeypatch: pyte
     # For this it does not.
     monkeypatch.setattr(collective, "CHUNK_BYTES", 1024)
     assert collective.compiler_stays_bounded(put(counting(64, 64, 8), P("data")), NamedSharding(M42, P()))
+
+
+def test_an_array_that_is_still_to_be_summed() -> None:
+    x = counting(8, 4)
+    assert bits(ns.to_host(unreduced(x))) == bits(x)
+    (((path, found)),) = ns.iter_to_host({"w": unreduced(x)})
+    assert path == "['w']" and bits(found) == bits(x)

@@ -29,6 +29,7 @@ from namedshard._errors import PlaceError as PlaceError
 from namedshard._errors import PlanError as PlanError
 from namedshard._errors import StaticArgumentError as StaticArgumentError
 from namedshard._errors import TracedMoveError as TracedMoveError
+from namedshard._errors import UnsupportedArrayError as UnsupportedArrayError
 from namedshard._explain.explain import explain as explain
 from namedshard._explain.report import Explanation as Explanation
 from namedshard._explain.report import Lint as Lint
@@ -116,6 +117,7 @@ __all__ = [
     "TensorInfo",
     "Totals",
     "TracedMoveError",
+    "UnsupportedArrayError",
     "auto_sharded",
     "axis_mapping",
     "best_effort_sharding",

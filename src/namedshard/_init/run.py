@@ -19,8 +19,9 @@ from namedshard._init.programs import Compilation, as_typed, compilations, funct
 from namedshard._init.tails import Graph, Ref, Tail, flatten, is_manual, literal_data, split, tail_of, values_of
 from namedshard._init.trace import Destination, Request, Traced, trace
 from namedshard._place.local import change_memory, on_cpus
+from namedshard._place.route import unreduced_axes
 from namedshard._place.shard import place_leaves
-from namedshard._plan.mapping import AxisMapping
+from namedshard._plan.mapping import AxisMapping, plain_spec
 from namedshard._plan.mesh import MeshLike
 
 _SHORT_ROW = 16
@@ -232,14 +233,14 @@ def _is_foreign(x: Any, mesh: MeshLike) -> bool:
     sharding = _committed_sharding(x) if isinstance(x, jax.Array) else None
     if sharding is None or not isinstance(mesh, Mesh):
         return False
-    return compat.device_order(sharding) != tuple(mesh.devices.flat)
+    return bool(unreduced_axes(sharding)) or compat.device_order(sharding) != tuple(mesh.devices.flat)
 
 
 def _on_auto_axes(sharding: Any) -> Any:
     """The sharding over Auto axes: Explicit ones would be part of the type of all that is computed from an array."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         mesh = compat.twin(sharding.mesh, AxisType.Auto)
-        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        return NamedSharding(mesh, plain_spec(sharding.spec), memory_kind=sharding.memory_kind)
     return sharding
 
 

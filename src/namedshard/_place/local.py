@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
 from namedshard._place import boxes
-from namedshard._place.route import Move, Route, placement_of
+from namedshard._place.route import Move, Route, placement_of, unreduced_axes
 from namedshard._place.traced import change_traced_memory, constrain_traced
 from namedshard._plan.leaves import jax_dtype, native_dtype
+from namedshard._plan.mapping import plain_spec
 from namedshard._types import Bounds
 
 
@@ -42,6 +43,7 @@ def _move(work: Sequence[Move]) -> None:
     constrained: list[Move] = []
     rest: list[Move] = []
     for move in work:
+        _sum(move)
         if _in_this_memory(move):
             _copy_shards(move)
         elif move.route is Route.FROM_HOST:
@@ -56,6 +58,21 @@ def _move(work: Sequence[Move]) -> None:
     if rest:
         # By way of device memory: `device_put` cannot change the devices' order and leave host memory at once.
         _put(rest, [_device_sharding(m.want) for m in rest], [_to_device_memory(m.value) for m in rest])
+
+
+def summed(x: jax.Array) -> jax.Array:
+    """The array, or the sum of its parts where it is ``unreduced``: such shards are no parts of its values."""
+    if not unreduced_axes(x.sharding):
+        return x
+    have: Any = x.sharding
+    return _identity((NamedSharding(have.mesh, plain_spec(have.spec)),))(_to_device_memory(x))[0]
+
+
+def _sum(move: Move) -> None:
+    if isinstance(x := move.value, jax.Array) and (total := summed(x)) is not x:
+        if move.donate:
+            x.delete()
+        move.value, move.donate = total, True
 
 
 def _largest(value: Any) -> float:
