@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -132,6 +133,40 @@ def test_donation_gives_up_exactly_what_moves(source: str) -> None:
         assert_exactly(y, target, P("data", "model"), kind)
         assert bits(y.array) == bits(BASE)
         assert x.is_deleted() == (y.array is not x)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_moves_are_explicit_transfers() -> None:
+    for make, target in itertools.product(SOURCES.values(), (M42, OTHER_HALF)):
+        x = na(make(BASE.copy()), "a b")
+        with jax.transfer_guard("disallow"):
+            y = ns.shard(x, MAPPING, target)
+        assert bits(y.array) == bits(BASE)
+
+
+def test_calls_that_move_data_are_explicit_transfers(tmp_path: Path) -> None:
+    tree = {"w": ns.shard(na(BASE, "a b"), MAPPING, M42)}
+    struct = {"w": na(jax.ShapeDtypeStruct(BASE.shape, BASE.dtype), "a b")}
+    ns.save_safetensors(tree, tmp_path / "a.safetensors")
+    weight, key = (lambda key, x: na(jax.random.normal(key, BASE.shape) + x, "a b")), jax.random.key(0)
+    unplaced = jnp.asarray(BASE)
+    calls: list[Callable[[], Any]] = [
+        lambda: ns.save_safetensors(tree, tmp_path / "b.safetensors"),
+        lambda: ns.load_safetensors(tmp_path / "a.safetensors", struct, mapping=MAPPING),
+        lambda: ns.load_safetensors(tmp_path / "a.safetensors", {"w": struct["w"].array}, mesh=None),
+        lambda: ns.to_host(tree),
+        lambda: list(ns.iter_to_host(tree)),
+        lambda: ns.init(weight, key, BASE, mapping=MAPPING),
+        lambda: ns.init(weight, key, BASE, mapping=MAPPING, exact=True),
+        lambda: ns.offload({"numpy": BASE, "unplaced": unplaced, **tree}),
+        lambda: ns.named_jit(lambda x, y: x * y, MAPPING)(np.float32(2), unplaced),
+        lambda: ns.named_jit(lambda x: x * 1, in_axis_resources={"a": "model"}, on_mismatch="reshard")(tree["w"]),
+    ]
+    for call in calls:
+        with jax.set_mesh(M42), jax.transfer_guard("disallow"):
+            call()
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+        ns.shard(na(BASE, "a b"), MAPPING, M42)
 
 
 @pytest.mark.usefixtures("either_way")

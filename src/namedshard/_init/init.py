@@ -212,6 +212,7 @@ def _mapping_and_mesh(
     return found, where
 
 
+@compat.explicit_transfers()
 def _traced(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
     tree = request.run(request.arrays)
     if mesh is None or (mapping is None and not any(leaf.own is not None for leaf in named_leaves(tree))):
@@ -230,6 +231,7 @@ def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | N
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)
 
 
+@compat.explicit_transfers()
 def _eager(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
     """Runs the function eagerly, then moves its results one by one, each released once it is sharded."""
     traced = trace(request, mapping, mesh, memory_kind)

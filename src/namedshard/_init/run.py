@@ -269,6 +269,7 @@ def bytes_per_device(avals: Sequence[Any], shardings: Sequence[Any]) -> int:
 class Run:
     """One execution of a recipe. Keys are computed at once, while programs may still be compiling."""
 
+    @compat.explicit_transfers()
     def __init__(self, recipe: Recipe, arrays: Sequence[Any]):
         self._recipe = recipe
         self._inputs: dict[int, Any] = dict(zip(recipe.graph.inputs, arrays, strict=True)) | recipe.graph.consts
@@ -277,6 +278,7 @@ class Run:
             self._small = recipe.keys.run(self._inputs)
         self.keys_seconds = time.perf_counter() - started if compiles[0] else 0.0
 
+    @compat.explicit_transfers()
     def leaves(self, programs: Mapping[Hashable, Callable[..., Any]]) -> list[Any]:
         """Runs the programs and returns the output leaves. Each result is moved at once if it's wanted elsewhere."""
         recipe = self._recipe

@@ -83,6 +83,7 @@ def _fill(
     collective.exchange(arrays, targets, buffers, budget)
 
 
+@compat.explicit_transfers()
 def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str) -> list[np.ndarray | None]:
     """The values of array leaves, on the keeping processes."""
     # Found within the exchange, it would break off for good.

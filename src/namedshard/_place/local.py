@@ -173,6 +173,7 @@ def _in_this_memory(move: Move) -> bool:
     return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or x.weak_type or not on_cpus(x.sharding))
 
 
+@compat.explicit_transfers()
 def from_pieces(
     shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, Any]
 ) -> jax.Array:
@@ -205,6 +206,7 @@ def onto_devices(
         return jax.device_put([piece] * len(places), places)
 
 
+@compat.explicit_transfers()
 def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
     """A box of an array as numpy, from one device's (or the host's) piece that holds ``held``; on CPUs a view of it."""
     slices = boxes.local_slices(box, held)
@@ -266,6 +268,7 @@ def _default_sharding() -> Sharding:
         return jnp.zeros(()).sharding
 
 
+@compat.explicit_transfers()
 def change_memory(values: Sequence[Any], memory_kind: str, unplaced: Sharding | None = None) -> list[Any]:
     """The same arrays in another memory kind, on the same devices in the same shards; traced or not.
 

@@ -192,6 +192,7 @@ def _execute(
     return [by_leaf[i].result if i in by_leaf else x for i, x in enumerate(leaves)]
 
 
+@compat.explicit_transfers()
 def _run(work: Sequence[Move], manual: frozenset[str]) -> None:
     """Carry out moves, those that involve other processes first."""
     concrete = any(m.route not in (Route.ANNOTATE, Route.TRACED) for m in work)
