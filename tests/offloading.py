@@ -57,7 +57,9 @@ def train(optimizer: Any, where: str, compile_step: Callable[[Any], Any], steps:
 
         compiled = compile_step(step)
         for number in range(steps):
-            params, state = compiled(params, state, jnp.float32(number))
+            # XLA on CPUs takes 32 programs per device in flight: up to jax 0.10, with more queued, a step's collective
+            # can wait forever for a device whose turn comes after the steps that wait for it.
+            params, state = jax.block_until_ready(compiled(params, state, jnp.float32(number)))
     return params, state
 
 

@@ -44,6 +44,17 @@ def unchecked(x: Any, names: str, *sizes: int) -> hax.NamedArray:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [x])
 
 
+def unreduced(x: Any) -> jax.Array:
+    """A float matrix with these values once it's summed over ``"model"``: each device holds a part of the sum."""
+    placed, one = (
+        jax.device_put(v, NamedSharding(E42, s))
+        for v, s in ((x, PartitionSpec(None, "model")), (np.eye(x.shape[1], dtype=x.dtype), PartitionSpec("model")))
+    )
+    wanted = PartitionSpec(None, None, unreduced={"model"})
+    with jax.set_mesh(E42):
+        return jax.jit(lambda a, b: jax.numpy.einsum("ij,jk->ik", a, b, out_sharding=wanted))(placed, one)
+
+
 def counting(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     """0, 1, 2, ... so that every element is distinct."""
     return np.arange(math.prod(shape)).astype(dtype).reshape(shape)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from support import E42, unchecked, unreduced
 
 import namedshard as ns
 
@@ -390,6 +391,30 @@ def test_traced_arrays() -> None:
 
     f(jnp.zeros(8))
     assert (seen[0].rows[0].now, seen[0].rows[0].route) == ("traced", "traced")
+
+
+def test_arrays_of_every_kind() -> None:
+    parts = unreduced(np.eye(4, dtype=np.float32))
+    struct = jax.ShapeDtypeStruct((4, 4), "float32", sharding=parts.sharding)
+    reduced = jax.ShapeDtypeStruct((4, 4), "float32", sharding=NamedSharding(E42, P("data", reduced={"model"})))
+    masked = np.ma.masked_array(np.eye(4), mask=np.eye(4))
+    record = np.zeros((4, 4), [("x", "f4")])
+    values = {"masked": masked, "parts": parts, "record": record, "ref": jax.new_ref(jnp.ones((4, 4)))}
+    values |= {"reduced": reduced, "struct": struct}
+    named = {name: unchecked(x, "mlp k", 4, 4) for name, x in values.items()}
+    explanation = ns.explain((named, values), {"mlp": "data"}, E42)
+    held, typed = "P(None, None, unreduced={'model'})", "P('data', reduced={'model'})"
+    assert [(row.now, row.route) for row in explanation.rows] == [
+        ("host", "error"),
+        (held, "constrain"),
+        ("host", "left"),
+        (typed, "annotate"),
+        ("host", "left"),
+        (held, "annotate"),
+        *[(now, "left") for now in ("host", held, "host", typed, "host", held)],
+    ]
+    assert explanation.rows[0].problems == ("a masked array, whose mask would be lost",)
+    assert "a jax.Ref is changed in place" in str(explanation)
 
 
 def test_a_deleted_array_is_a_problem() -> None:

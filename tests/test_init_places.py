@@ -26,8 +26,10 @@ from support import (
     bits,
     counting,
     mesh,
+    na,
     nothing_compiled,
     nothing_moved,
+    unreduced,
 )
 
 import namedshard as ns
@@ -343,6 +345,15 @@ def test_a_mapping_or_a_memory_kind_without_a_mesh() -> None:
         "init: there is a memory kind, but no mesh was given and none is in force\n"
         "  fix: pass mesh=, or enter jax.set_mesh"
     )
+
+
+def test_arguments_that_are_still_to_be_summed() -> None:
+    x = counting(8, 4)
+    with jax.set_mesh(E42):
+        plain, named = ns.init(lambda w: (w * 2, na(w * 3, "a b")), unreduced(x), mapping={"a": "data"})
+    assert_exactly(plain, E42, P())
+    assert_exactly(named, E42, P("data"))
+    assert bits(plain) == bits(x * 2) and bits(named.array) == bits(x * 3)
 
 
 def test_deleted_arguments() -> None:

@@ -46,6 +46,14 @@ def traced(look: Callable[[], Any]) -> dict[str, Any]:
     return out
 
 
+def test_transfers_count_as_explicit_and_no_longer_after() -> None:
+    with jax.transfer_guard("disallow"):
+        with compat.explicit_transfers():
+            jnp.asarray(np.ones(3))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+            jnp.asarray(np.ones(5))
+
+
 # --- the meshes in force ----------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import DEVICES, E8, M8, M8_REVERSED, M42, assert_exactly, bits, counting, mesh, na
+from support import DEVICES, E8, E42, M8, M8_REVERSED, M42, assert_exactly, bits, counting, mesh, na, unreduced
 
 import namedshard as ns
 
@@ -307,6 +307,21 @@ def test_without_a_mesh_the_arguments_must_share_their_devices() -> None:
     told(ns.MismatchError, moving, put(x, M8, "data"), put(x, M8_REVERSED, "data"))
     assert bits(add(put(x, M8, "data"), put(x, M8), x)) == bits(x * 3)
     assert bits(add(x, x, x)) == bits(x * 3)
+
+
+def test_an_argument_that_is_still_to_be_summed() -> None:
+    x, mapping = counting(8, 4), {"a": "data"}
+    parts = na(unreduced(x), "a b")
+    summed = ns.named_jit(lambda w: ns.shard(w, mapping), mapping)
+    strict = ns.named_jit(lambda w: w, in_axis_resources=mapping)
+    moving = ns.named_jit(lambda w: w * 1, in_axis_resources=mapping, on_mismatch="reshard")
+    with jax.set_mesh(E42):
+        assert bits(summed(parts).array) == bits(moving(parts).array) == bits(x)
+        # The type of the argument is another, though entries and mesh are the same.
+        assert bits(summed(na(put(x, E42), "a b")).array) == bits(x)
+        assert "  w: [spec] spec P(None, None, unreduced={'model'}" in told(ns.MismatchError, strict, parts)
+    with jax.set_mesh(M42):
+        assert bits(moving(parts).array) == bits(x)
 
 
 def test_a_mapping_needs_a_mesh() -> None:

@@ -280,10 +280,15 @@ def test_dtypes_that_jax_has_not() -> None:
         "long": unchecked(np.zeros(2, np.longdouble), "a", 2),
         "void": unchecked(np.zeros(2, [("x", "f4")]), "a", 2),
         "no gradient": unchecked(np.zeros(2, jax.dtypes.float0), "a", 2),
+        "text of any length": unchecked(np.array(["a", "b"], np.dtypes.StringDType()), "a", 2),
+        "masked objects": unchecked(np.ma.masked_array(np.array([None, 1]), mask=[True, False]), "a", 2),
+        "ref": unchecked(jax.new_ref(jnp.zeros(2)), "a", 2),
     }
     p = ns.plan(odd, {"a": "data"}, ABSTRACT)
     assert all(leaf.spec is None for leaf in p.leaves)
     assert p["['text']"].note == "JAX has no dtype <U1; left as it is"
+    assert p["['ref']"].note == "a jax.Ref is changed in place; left as it is"
+    assert ns.shard(odd, {"a": "data"}, M42) is odd
 
 
 DTYPES = [

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,12 +25,14 @@ from support import (
     counting,
     mesh,
     na,
+    nothing_moved,
     to_device_memory,
+    unreduced,
 )
 
 import namedshard as ns
 from namedshard._place import local as _local
-from namedshard._place.route import Placement, Route, placement_of, route_for
+from namedshard._place.route import Placement, Route, obstacle, placement_of, route_for
 
 BASE = counting(8, 16)
 MAPPING = {"a": "data", "b": "model"}
@@ -61,6 +64,8 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
     "pinned": lambda x: put(x, M42, "data", kind="pinned_host"),
     "pinned elsewhere": lambda x: put(x, PERMUTED42, None, "data", kind="pinned_host"),
     "unpinned": lambda x: put(x, M8_REVERSED, None, "data", kind="unpinned_host"),
+    "to be summed": unreduced,
+    "to be summed, pinned": lambda x: jax.device_put(y := unreduced(x), y.sharding.with_memory_kind("pinned_host")),
 }
 TARGETS = {
     "auto": M42,
@@ -110,7 +115,7 @@ def test_the_source_lives_on_by_itself(source: str) -> None:
             continue
         z = ns.shard(na(x, "a b"), mapping, target, memory_kind=kind)
         z.array.delete()
-        assert bits(x) == bits(BASE)
+        assert bits(ns.to_host(x)) == bits(BASE)
         # JAX itself lets its arrays alias numpy's memory: the move must have read it before it is written to.
         jax.block_until_ready(y.array)
         base[:] = -1
@@ -128,6 +133,40 @@ def test_donation_gives_up_exactly_what_moves(source: str) -> None:
         assert_exactly(y, target, P("data", "model"), kind)
         assert bits(y.array) == bits(BASE)
         assert x.is_deleted() == (y.array is not x)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_moves_are_explicit_transfers() -> None:
+    for make, target in itertools.product(SOURCES.values(), (M42, OTHER_HALF)):
+        x = na(make(BASE.copy()), "a b")
+        with jax.transfer_guard("disallow"):
+            y = ns.shard(x, MAPPING, target)
+        assert bits(y.array) == bits(BASE)
+
+
+def test_calls_that_move_data_are_explicit_transfers(tmp_path: Path) -> None:
+    tree = {"w": ns.shard(na(BASE, "a b"), MAPPING, M42)}
+    struct = {"w": na(jax.ShapeDtypeStruct(BASE.shape, BASE.dtype), "a b")}
+    ns.save_safetensors(tree, tmp_path / "a.safetensors")
+    weight, key = (lambda key, x: na(jax.random.normal(key, BASE.shape) + x, "a b")), jax.random.key(0)
+    unplaced = jnp.asarray(BASE)
+    calls: list[Callable[[], Any]] = [
+        lambda: ns.save_safetensors(tree, tmp_path / "b.safetensors"),
+        lambda: ns.load_safetensors(tmp_path / "a.safetensors", struct, mapping=MAPPING),
+        lambda: ns.load_safetensors(tmp_path / "a.safetensors", {"w": struct["w"].array}, mesh=None),
+        lambda: ns.to_host(tree),
+        lambda: list(ns.iter_to_host(tree)),
+        lambda: ns.init(weight, key, BASE, mapping=MAPPING),
+        lambda: ns.init(weight, key, BASE, mapping=MAPPING, exact=True),
+        lambda: ns.offload({"numpy": BASE, "unplaced": unplaced, **tree}),
+        lambda: ns.named_jit(lambda x, y: x * y, MAPPING)(np.float32(2), unplaced),
+        lambda: ns.named_jit(lambda x: x * 1, in_axis_resources={"a": "model"}, on_mismatch="reshard")(tree["w"]),
+    ]
+    for call in calls:
+        with jax.set_mesh(M42), jax.transfer_guard("disallow"):
+            call()
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+        ns.shard(na(BASE, "a b"), MAPPING, M42)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -235,6 +274,27 @@ def test_numpy_in_every_layout() -> None:
         y = ns.shard(na(x, "a b"), mapping, M42).array
         assert y.dtype == np.float32 and np.array_equal(np.asarray(y), np.asarray(x))
         assert np.array_equal(np.asarray(jax.jit(lambda x=x, m=mapping: ns.shard(na(x, "a b"), m, M42).array)()), x)
+
+
+def test_what_cannot_be_moved() -> None:
+    masked = np.ma.masked_array(BASE, mask=BASE > 3)
+    spread = Placement("array", unreduced(BASE).sharding, True, False, "device")
+    assert obstacle(unreduced(BASE), spread) == "still to be summed over mesh axes 'model', with other processes"
+    tree = {"fine": na(BASE, "a b"), "masked": na(masked, "a b"), "plain": masked}
+    for call in (
+        lambda: ns.shard(tree, MAPPING, M42),
+        lambda: jax.jit(lambda: ns.shard(tree, MAPPING, M42))(),
+    ):
+        with nothing_moved(), pytest.raises(ns.UnsupportedArrayError) as caught:
+            call()
+        assert str(caught.value) == (
+            "shard: 1 of 3 leaves cannot be moved\n"
+            "  ['masked']: a masked array, whose mask would be lost\n"
+            "  fix: fill masked arrays (x.filled(...)), sum others by jax.sharding.reshard to a spec without unreduced"
+        )
+    for call in (lambda: ns.offload({"x": masked}), lambda: ns.named_jit(lambda x: x, MAPPING)(masked)):
+        with jax.set_mesh(M42), pytest.raises(ns.UnsupportedArrayError, match="a masked array"):
+            call()
 
 
 def test_numpy_scalars() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na
+from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na, unreduced
 
 import namedshard as ns
 from namedshard import _jaxcompat as compat
@@ -202,3 +202,10 @@ def test_boxes_of_all_sizes_are_read_from_accelerators_by_few_programs(monkeypat
             np.testing.assert_array_equal(read, values[local_slices(box, held)])
     assert len({shape_of(box) for box in found}) > 25
     assert programs[0] <= 8
+
+
+def test_an_array_that_is_still_to_be_summed() -> None:
+    x = counting(8, 4)
+    assert bits(ns.to_host(unreduced(x))) == bits(x)
+    (((path, found)),) = ns.iter_to_host({"w": unreduced(x)})
+    assert path == "['w']" and bits(found) == bits(x)

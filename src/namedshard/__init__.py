@@ -30,6 +30,7 @@ from namedshard._errors import (
     PlanError,
     StaticArgumentError,
     TracedMoveError,
+    UnsupportedArrayError,
 )
 from namedshard._explain.explain import explain
 from namedshard._explain.report import Explanation, Lint, Row, Totals
@@ -96,6 +97,7 @@ __all__ = [
     "TensorInfo",
     "Totals",
     "TracedMoveError",
+    "UnsupportedArrayError",
     "auto_sharded",
     "axis_mapping",
     "best_effort_sharding",

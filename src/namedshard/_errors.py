@@ -68,6 +68,10 @@ class DeletedArrayError(PlaceError):
     """An array was donated or deleted before it was to be moved."""
 
 
+class UnsupportedArrayError(PlaceError):
+    """An array of a kind that can't be moved without losing something."""
+
+
 class MemoryKindError(PlaceError):
     """The devices do not offer the requested memory kind."""
 

@@ -88,6 +88,13 @@ def no_context_mesh() -> Generator[None, None, None]:
             _holders.device_context.set_local(concrete)
 
 
+@contextlib.contextmanager
+def explicit_transfers() -> Generator[None, None, None]:
+    """Count transfers as explicit, as those of ``jax.device_put``: ``jax.transfer_guard("disallow")`` allows them."""
+    with _config.explicit_device_put_scope(), _config.explicit_device_get_scope():
+        yield
+
+
 _MeshT = TypeVar("_MeshT", bound=Mesh | AbstractMesh)
 
 

@@ -11,7 +11,15 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import MAX_LISTED, did_you_mean, human_bytes
 from namedshard._explain import report
 from namedshard._explain.report import Explanation, Lint, Row, Totals
-from namedshard._place.route import Placement, Route, placement_of, route_for, transient_bytes, wanted_memory_kind
+from namedshard._place.route import (
+    Placement,
+    Route,
+    obstacle,
+    placement_of,
+    route_for,
+    transient_bytes,
+    wanted_memory_kind,
+)
 from namedshard._place.shard import check_memory_kind
 from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, axis_names, mesh_axes_of
@@ -127,6 +135,8 @@ def _row(
     now = _placement_text(value, placement, mesh)
     if now == "deleted" and planned.spec is not None:
         problems = (*problems, "the array was donated or deleted")
+    if planned.spec is not None and (reason := obstacle(value, placement)):
+        problems = (*problems, reason)
     if problems:
         return Row(planned.path, planned, now, "error", why, problems)
     kind = wanted_memory_kind(placement, memory_kind)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from namedshard._errors import MAX_LISTED, at, count_of, human_bytes
 from namedshard._explain.table import Column, fit, header, prose, row_lines, total
-from namedshard._plan.mapping import First, axis_names
+from namedshard._plan.mapping import First, axis_names, spec_entries
 from namedshard._plan.mesh import MeshLike, describe
 from namedshard._plan.plan import AxisChoice, LeafPlan, Plan, lost_text
 
@@ -204,7 +204,9 @@ def axes_text(plan: LeafPlan) -> str:
 
 def spec_text(spec: PartitionSpec) -> str:
     """``"P('model', None)"``, whatever JAX itself prints."""
-    return f"P({', '.join(map(repr, spec))})"
+    sums = {kind: sorted(axes) for kind in ("reduced", "unreduced") if (axes := getattr(spec, kind))}
+    parts = [*map(repr, spec_entries(spec)), *(f"{kind}={{{str(axes)[1:-1]}}}" for kind, axes in sums.items())]
+    return f"P({', '.join(parts)})"
 
 
 def _placed_axes(row: Row) -> str:

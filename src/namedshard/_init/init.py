@@ -195,6 +195,7 @@ def _mapping_and_mesh(
     return found, where
 
 
+@compat.explicit_transfers()
 def _traced(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
     tree = request.run(request.arrays)
     if mesh is None or (mapping is None and not any(leaf.own is not None for leaf in named_leaves(tree))):
@@ -236,6 +237,7 @@ def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | N
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)
 
 
+@compat.explicit_transfers()
 def _eager(
     request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
 ) -> tuple[PyTree, Callable[[], dict[str, Any]]]:

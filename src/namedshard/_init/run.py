@@ -19,8 +19,9 @@ from namedshard._init.programs import Compilation, as_typed, compilations, funct
 from namedshard._init.tails import Graph, Ref, Tail, flatten, is_manual, literal_data, split, tail_of, values_of
 from namedshard._init.trace import Place, Request, Traced, trace
 from namedshard._place.local import change_memory, on_cpus
+from namedshard._place.route import unreduced_axes
 from namedshard._place.shard import place_leaves
-from namedshard._plan.mapping import AxisMapping
+from namedshard._plan.mapping import AxisMapping, plain_spec
 from namedshard._plan.mesh import MeshLike
 
 _SHORT_ROW = 16
@@ -191,14 +192,16 @@ def _committed_sharding(x: Any) -> Any:
 
 def _is_foreign(x: Any, mesh: Mesh) -> bool:
     sharding = _committed_sharding(x) if isinstance(x, jax.Array) else None
-    return sharding is not None and compat.device_order(sharding) != tuple(mesh.devices.flat)
+    if sharding is None:
+        return False
+    return bool(unreduced_axes(sharding)) or compat.device_order(sharding) != tuple(mesh.devices.flat)
 
 
 def _on_auto_axes(sharding: Any) -> Any:
     """The sharding over Auto axes: Explicit ones would be part of the type of all that is computed from an array."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         mesh = compat.twin(sharding.mesh, AxisType.Auto)
-        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        return NamedSharding(mesh, plain_spec(sharding.spec), memory_kind=sharding.memory_kind)
     return sharding
 
 
@@ -227,6 +230,7 @@ def bytes_per_device(avals: Sequence[Any], shardings: Sequence[Any]) -> int:
 class Run:
     """One execution of a recipe. Keys are computed at once, while programs may still be compiling."""
 
+    @compat.explicit_transfers()
     def __init__(self, recipe: Recipe, arrays: Sequence[Any]):
         self._recipe = recipe
         self._inputs: dict[int, Any] = dict(zip(recipe.graph.inputs, arrays, strict=True)) | recipe.graph.consts
@@ -235,6 +239,7 @@ class Run:
             self._small = recipe.keys.run(self._inputs)
         self.keys_seconds = time.perf_counter() - started if compiles[0] else 0.0
 
+    @compat.explicit_transfers()
     def leaves(self, programs: Mapping[Hashable, Callable[..., Any]]) -> list[Any]:
         """Runs the programs and returns the output leaves. Each result is moved at once if it's wanted elsewhere."""
         recipe = self._recipe

@@ -20,7 +20,7 @@ from namedshard._errors import deleted_arrays
 from namedshard._init.tails import array_type, placed_by
 from namedshard._jit.signature import held_values, number_types, static_key
 from namedshard._plan.leaves import named_leaves
-from namedshard._plan.mapping import AxisMapping, current_mapping
+from namedshard._plan.mapping import AxisMapping, current_mapping, plain_spec
 from namedshard._plan.mesh import MeshLike, context_mesh
 from namedshard._plan.plan import plan_leaves
 from namedshard._types import PyTreeDef, Tracer
@@ -205,7 +205,7 @@ def trace(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, 
 
 
 def _spec_of(aval: Any) -> PartitionSpec | None:
-    spec = getattr(getattr(aval, "sharding", None), "spec", PartitionSpec())
+    spec = plain_spec(getattr(getattr(aval, "sharding", None), "spec", PartitionSpec()))
     return spec if any(entry is not None for entry in spec) else None
 
 
@@ -231,7 +231,7 @@ def _plan(
         by_name = [sharding if mapping is not None or leaf.own is not None else None for leaf, sharding in sharded]
     arguments = request.paths()
     inputs = [
-        (arguments[i][2:], tuple(request.leaves[i].shape), sharding)
+        (arguments[i][2:], tuple(request.leaves[i].shape), sharding.update(spec=plain_spec(sharding.spec)))
         for i in request.dynamic
         if isinstance(sharding := getattr(request.leaves[i], "sharding", None), NamedSharding)
         and (mesh is None or sharding.mesh == mesh)

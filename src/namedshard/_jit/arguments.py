@@ -15,7 +15,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import PlanError, human_bytes, message
 from namedshard._place.route import placement_of, wanted_memory_kind
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves, with_distinct_paths
-from namedshard._plan.mapping import AxisMapping, First
+from namedshard._plan.mapping import AxisMapping, First, plain_spec
 from namedshard._plan.mesh import MeshLike, describe, manual_axes
 from namedshard._plan.plan import plan_leaves
 from namedshard._types import Device, PyTreeDef
@@ -172,7 +172,7 @@ def _same_spec(x: Any, mesh: Mesh) -> NamedSharding:
     """A plain array's own spec on another mesh where that makes sense, else replicated."""
     replicated = NamedSharding(mesh, PartitionSpec(), memory_kind=x.sharding.memory_kind)
     try:
-        spec = getattr(x.sharding, "spec", PartitionSpec())
+        spec = plain_spec(getattr(x.sharding, "spec", PartitionSpec()))
         wanted = NamedSharding(mesh, spec, memory_kind=x.sharding.memory_kind)
         wanted.shard_shape(x.shape)
     except ValueError:

@@ -22,6 +22,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import StaticArgumentError
 from namedshard._jit.arguments import Arguments
 from namedshard._plan.leaves import Leaf, is_array_like
+from namedshard._plan.mapping import axis_names, spec_entries
 from namedshard._types import PyTreeDef, Tracer
 
 _PLAIN = frozenset([int, bool, str, bytes, type(None), type, types.FunctionType, types.BuiltinFunctionType])
@@ -93,12 +94,13 @@ def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
 
 def _explicit_part(sharding: NamedSharding, ndim: int) -> Hashable:
     """What a sharding adds to an array's type: its mesh and the Explicit axes of its spec; None without such axes."""
-    mesh = sharding.mesh
+    mesh, spec = sharding.mesh, sharding.spec
     if not compat.any_explicit(mesh):
         return None
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
-    entries = [tuple(n for n in ((e,) if isinstance(e, str) else e or ()) if n in explicit) for e in sharding.spec]
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh, (*entries, *[()] * (ndim - len(entries)))
+    entries = [tuple(n for n in axis_names(e) if n in explicit) for e in spec_entries(spec)]
+    sums = spec.reduced, spec.unreduced, getattr(spec, "unreduced_kind", None)
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh, (*entries, *[()] * (ndim - len(entries))), sums
 
 
 def held_values(treedef: PyTreeDef) -> list[Any]:

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from namedshard import _jaxcompat as compat
 from namedshard._errors import IgnoredTransferError, MismatchError, TracedMoveError, message
 from namedshard._jit.arguments import leaves_under
+from namedshard._plan.mapping import axis_names, spec_entries
 from namedshard._plan.mesh import MeshLike
 from namedshard._types import Device, Tracer
 
@@ -181,15 +182,15 @@ def _ignored_spec(eqn: Any, n: int, known: KnownShardings) -> str | None:
         isinstance(have, NamedSharding)
         and have.mesh.shape == target.mesh.shape
         # One of two equal specs may be padded with None.
-        and all(a == b for a, b in itertools.zip_longest(have.spec, target.spec))
+        and all(a == b for a, b in itertools.zip_longest(spec_entries(have.spec), spec_entries(target.spec)))
     )
-    return None if is_there else f"P({', '.join(map(repr, target.spec))})"
+    return None if is_there else f"P({', '.join(map(repr, spec_entries(target.spec)))})"
 
 
 def _has_auto_entries(target: NamedSharding) -> bool:
     """Whether the target says something about Auto axes; on Explicit ones a ``device_put`` does move."""
     types = dict(zip(target.mesh.axis_names, target.mesh.axis_types, strict=True))
-    named = (types.get(n) for e in target.spec for n in ((e,) if isinstance(e, str) else (e or ())))
+    named = (types.get(n) for e in spec_entries(target.spec) for n in axis_names(e))
     return AxisType.Auto in named or set(types.values()) <= {AxisType.Auto}
 
 

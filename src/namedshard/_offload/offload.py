@@ -16,7 +16,7 @@ from namedshard._errors import MemoryKindError, OffloadError, count_of, deleted_
 from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
 from namedshard._place.local import change_memory, check_narrowing
-from namedshard._place.route import placement_of
+from namedshard._place.route import check_movable, placement_of
 from namedshard._place.shard import check_memory_of
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
 from namedshard._plan.mesh import context_mesh
@@ -52,7 +52,8 @@ def _per_device(x: Any) -> int | None:
 
 
 def _arrays(leaves: Sequence[Leaf]) -> list[int]:
-    return [i for i, leaf in enumerate(leaves) if is_array_like(leaf.value) and jax_can_hold(leaf.value.dtype)]
+    arrays = [i for i, leaf in enumerate(leaves) if is_array_like(leaf.value) and not isinstance(leaf.value, jax.Ref)]
+    return [i for i in arrays if jax_can_hold(leaves[i].value.dtype)]
 
 
 def _candidates(leaves: Sequence[Leaf], where: Where, min_size: int) -> list[int]:
@@ -136,6 +137,9 @@ def _for_unplaced(leaves: Sequence[Leaf]) -> NamedSharding | None:
 
 def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> list[Any]:
     _check_deleted(leaves, chosen)
+    staging = compat.staging()
+    found = [(leaves[i].path, x := leaves[i].value, placement_of(x, staging)) for i in chosen]
+    check_movable("offload", found, len(leaves))
     check_narrowing(((leaves[i].path, leaves[i].value) for i in chosen), len(leaves))
     values = [leaf.value for leaf in leaves]
     moved = change_memory([values[i] for i in chosen], memory_kind, _for_unplaced(leaves))
@@ -166,6 +170,7 @@ def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host",
         MemoryKindError: The devices do not offer the memory kind, or compiled code has no word for it: there it is
             ``"pinned_host"`` or ``"device"``.
         DeletedArrayError: A chosen array was donated or deleted before.
+        UnsupportedArrayError: A chosen array is a numpy masked array.
         NarrowingError: A 64-bit integer in a numpy array does not fit the 32 bits that JAX would keep.
 
     Examples:

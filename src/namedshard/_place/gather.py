@@ -14,6 +14,8 @@ from namedshard._errors import TracedMoveError, count_of, deleted_arrays
 from namedshard._place import exchange as ex
 from namedshard._place import transfer as collective
 from namedshard._place.boxes import whole
+from namedshard._place.local import summed
+from namedshard._place.route import check_movable, placement_of
 from namedshard._plan.leaves import Leaf, named_leaves
 from namedshard._processes.agreement import LeafDescription, agree, describe_leaf
 from namedshard._processes.coordination import guard_exchange
@@ -49,10 +51,11 @@ def _check(what: str, leaves: Sequence[Leaf], process: int | None) -> None:
         )
 
 
-def _check_deleted(what: str, leaves: Sequence[Leaf]) -> None:
+def _check_values(what: str, leaves: Sequence[Leaf]) -> None:
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
     if gone := [leaf.path for leaf in arrays if leaf.value.is_deleted()]:
         raise deleted_arrays(what, gone, len(arrays))
+    check_movable(what, ((x.path, x.value, placement_of(x.value, staging=False)) for x in arrays), len(arrays))
 
 
 def _describe(leaf: Leaf, process: int | None) -> LeafDescription:
@@ -80,10 +83,11 @@ def _fill(
     collective.exchange(arrays, targets, buffers, budget)
 
 
+@compat.explicit_transfers()
 def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str) -> list[np.ndarray | None]:
     """The values of array leaves, on the keeping processes."""
     # Found within the exchange, it would break off for good.
-    _check_deleted(what, leaves)
+    _check_values(what, leaves)
     keep = process is None or process == jax.process_index()
     with compat.no_context_mesh():
         # Before the others wait: there may be too little memory.
@@ -96,7 +100,7 @@ def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str)
             own |= {i for i, leaf in enumerate(described) if leaf.source == UNCOMMITTED}
         shared = [i for i in range(len(leaves)) if i not in own]
         with guard_exchange(bool(shared)):
-            arrays = [collective.raw(leaf.value) for leaf in leaves]
+            arrays = [collective.raw(summed(leaf.value)) for leaf in leaves]
             mine = sorted(own) if keep else []
             devices = [(next(iter(arrays[i].sharding.addressable_devices)),) for i in mine]
             _fill([arrays[i] for i in mine], devices, [out[i] for i in mine], budget)
@@ -172,7 +176,7 @@ def iter_to_host(
     size = parse_bytes(budget)
     leaves = [leaf for leaf in named_leaves(tree) if isinstance(leaf.value, jax.Array | np.ndarray)]
     _check("iter_to_host", leaves, process)
-    _check_deleted("iter_to_host", leaves)
+    _check_values("iter_to_host", leaves)
     return _stream(leaves, process, size)
 
 

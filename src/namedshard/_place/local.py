@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
 from namedshard._place import boxes
-from namedshard._place.route import Move, Route, placement_of
+from namedshard._place.route import Move, Route, placement_of, unreduced_axes
 from namedshard._place.traced import change_traced_memory, constrain_traced
 from namedshard._plan.leaves import jax_dtype
+from namedshard._plan.mapping import plain_spec
 from namedshard._types import Bounds
 
 SMALL_BYTES = 256 << 10
@@ -45,6 +46,7 @@ def _move(work: Sequence[Move]) -> None:
     constrained: list[Move] = []
     rest: list[Move] = []
     for move in work:
+        _sum(move)
         if _in_this_memory(move):
             _copy_shards(move)
         elif move.route is Route.FROM_HOST:
@@ -59,6 +61,21 @@ def _move(work: Sequence[Move]) -> None:
     if rest:
         # By way of device memory: `device_put` cannot change the devices' order and leave host memory at once.
         _put(rest, [_device_sharding(m.want) for m in rest], [m.value for m in rest])
+
+
+def summed(x: jax.Array) -> jax.Array:
+    """The array, or the sum of its parts where it is ``unreduced``: such shards are no parts of its values."""
+    if not unreduced_axes(x.sharding):
+        return x
+    have: Any = x.sharding
+    return _identity((NamedSharding(have.mesh, plain_spec(have.spec)),))(_to_device_memory(x))[0]
+
+
+def _sum(move: Move) -> None:
+    if isinstance(x := move.value, jax.Array) and (total := summed(x)) is not x:
+        if move.donate:
+            x.delete()
+        move.value, move.donate = total, True
 
 
 def _largest(value: Any) -> float:
@@ -164,6 +181,7 @@ def _in_this_memory(move: Move) -> bool:
     return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or x.weak_type or not on_cpus(x.sharding))
 
 
+@compat.explicit_transfers()
 def from_pieces(
     shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, pieces: Mapping[Bounds, Any]
 ) -> jax.Array:
@@ -196,6 +214,7 @@ def onto_devices(
         return jax.device_put([piece] * len(places), places)
 
 
+@compat.explicit_transfers()
 def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
     """A box of an array as numpy, from one device's (or the host's) piece that holds ``held``; on CPUs a view of it."""
     slices = boxes.local_slices(box, held)
@@ -262,6 +281,7 @@ def _default_sharding() -> Sharding:
         return jnp.zeros(()).sharding
 
 
+@compat.explicit_transfers()
 def change_memory(values: Sequence[Any], memory_kind: str, unplaced: Sharding | None = None) -> list[Any]:
     """The same arrays in another memory kind, on the same devices in the same shards; traced or not.
 

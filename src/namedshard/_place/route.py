@@ -6,12 +6,15 @@ The table is in ``docs/routes.md``; `local`, `traced` and `transfer` carry it ou
 import dataclasses
 import enum
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from namedshard import _jaxcompat as compat
+from namedshard._errors import UnsupportedArrayError, at, count_of
 from namedshard._types import Tracer
 
 
@@ -75,6 +78,30 @@ def placement_of(x: Any, staging: bool) -> Placement:
     if isinstance(x, jax.Array):
         return Placement("array", x.sharding, x.committed, x.is_fully_addressable, x.sharding.memory_kind)
     return Placement("host")
+
+
+def unreduced_axes(sharding: Sharding | None) -> list[str]:
+    """The mesh axes that an array with this sharding is still to be summed over."""
+    return sorted(sharding.spec.unreduced) if isinstance(sharding, NamedSharding) else []
+
+
+def obstacle(x: Any, now: Placement) -> str:
+    """Why an array can't be moved; empty if it can."""
+    if isinstance(x, np.ma.MaskedArray) and np.ma.getmask(x) is not np.ma.nomask:
+        return "a masked array, whose mask would be lost"
+    if now.kind == "array" and not now.addressable and (axes := unreduced_axes(now.sharding)):
+        return f"still to be summed over mesh axes {', '.join(map(repr, axes))}, with other processes"
+    return ""
+
+
+def check_movable(what: str, leaves: Iterable[tuple[str, Any, Placement]], total: int) -> None:
+    """Raise `UnsupportedArrayError` for (path, value, placement)s that can't be moved."""
+    if lines := [f"{at(path)}: {reason}" for path, x, now in leaves if (reason := obstacle(x, now))]:
+        raise UnsupportedArrayError(
+            f"{what}: {count_of(len(lines), total)} cannot be moved",
+            lines,
+            fix="fill masked arrays (x.filled(...)), sum others by jax.sharding.reshard to a spec without unreduced",
+        )
 
 
 def wanted_memory_kind(now: Placement, asked: str | None) -> str | None:

@@ -16,7 +16,15 @@ from namedshard._cache import BoundedCache
 from namedshard._errors import MemoryKindError, NoMeshError, TracedMoveError, at, count_of, deleted_arrays, warn_once
 from namedshard._place import local
 from namedshard._place import transfer as collective
-from namedshard._place.route import Move, Route, placement_of, route_for, same_place, wanted_memory_kind
+from namedshard._place.route import (
+    Move,
+    Route,
+    check_movable,
+    placement_of,
+    route_for,
+    same_place,
+    wanted_memory_kind,
+)
 from namedshard._place.traced import check_mixed, check_traced_kind
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
@@ -92,6 +100,7 @@ def shard(
         NoCandidateError: No candidate of a `first` rule fits a leaf.
         MemoryKindError: The mesh's devices do not offer the memory kind.
         DeletedArrayError: A leaf was donated or deleted before.
+        UnsupportedArrayError: A leaf is a numpy masked array, or still to be summed with other processes.
         NarrowingError: A 64-bit integer on the host does not fit the 32 bits that JAX would keep.
         TracedMoveError: A traced array was asked to leave the devices it is traced for.
 
@@ -183,6 +192,7 @@ def _execute(
     return [by_leaf[i].result if i in by_leaf else x for i, x in enumerate(leaves)]
 
 
+@compat.explicit_transfers()
 def _run(work: Sequence[Move], manual: frozenset[str]) -> None:
     """Carry out moves, those that involve other processes first."""
     concrete = any(m.route not in (Route.ANNOTATE, Route.TRACED) for m in work)
@@ -202,6 +212,7 @@ def _check(work: Sequence[Move], total: int, mesh: MeshLike | None = None) -> No
     """Everything that can be known to fail, before anything moves; with a mesh, also that traced arrays stay on it."""
     if gone := [m.path for m in work if m.now.kind == "array" and m.value.is_deleted()]:
         raise deleted_arrays("shard", gone, total)
+    check_movable("shard", ((m.path, m.value, m.now) for m in work), total)
     if traced := [m for m in work if m.route is Route.TRACED]:
         if mesh is not None:
             _check_traced(traced, mesh, total)

@@ -86,6 +86,8 @@ def jax_dtype(dtype: Any) -> Any:
 
 
 def _names_that_fit(value: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...] | None, str]:
+    if isinstance(value, jax.Ref):
+        return None, "a jax.Ref is changed in place; left as it is"
     if len(value.shape) != len(names):
         return None, f"names ({', '.join(names)}) do not fit rank {len(value.shape)}; left as it is"
     if not jax_can_hold(value.dtype):

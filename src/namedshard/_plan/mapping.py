@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, cast
 import haliax.partitioning
 import jax
 from haliax import NamedArray
+from jax.sharding import PartitionSpec
 
 from namedshard._errors import MappingError
 
@@ -63,6 +64,16 @@ def first(*candidates: str | tuple[str, ...] | None) -> First:
 def axis_names(axes: MeshAxes) -> tuple[str, ...]:
     """The mesh axes of a rule without candidates, or of one entry of a spec."""
     return (axes,) if isinstance(axes, str) else (axes or ())
+
+
+def spec_entries(spec: PartitionSpec) -> tuple[MeshAxes, ...]:
+    """A spec's entries; one with ``reduced`` or ``unreduced`` axes can't be iterated over."""
+    return tuple(getattr(spec, "partitions", spec))
+
+
+def plain_spec(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without ``reduced`` and ``unreduced`` axes: that of the summed array."""
+    return PartitionSpec(*spec_entries(spec))
 
 
 def spec_entry(names: Sequence[str]) -> MeshAxes:

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, at
+from namedshard._plan.mapping import spec_entries
 from namedshard._processes.coordination import (
     EXCHANGE_FAILURE,
     GRACE_S,
@@ -69,7 +70,7 @@ def fingerprint_sharding(sharding: Sharding) -> str:
     """A text that is equal on two processes only if the shardings are."""
     devices = [d.id for d in compat.device_order(sharding)]
     if isinstance(sharding, NamedSharding):
-        axes, entries = dict(sharding.mesh.shape), list(sharding.spec)
+        axes, entries = dict(sharding.mesh.shape), list(spec_entries(sharding.spec))
         # JAX leaves out or adds dimensions that are not split, and not alike on all processes.
         while entries and not entries[-1]:
             entries.pop()
