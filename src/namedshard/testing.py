@@ -38,7 +38,7 @@ def use_virtual_devices(count: int) -> None:
         count: Number of devices.
 
     Raises:
-        RuntimeError: JAX has started already, with another number of devices.
+        RuntimeError: JAX has started already, with another number of devices or on another platform.
 
     Examples:
         >>> import jax
@@ -48,10 +48,13 @@ def use_virtual_devices(count: int) -> None:
     rest = re.sub(rf"{_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", "")).split()
     os.environ["XLA_FLAGS"] = " ".join([*rest, f"{_FLAG}={count}"])
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if jax.local_device_count() != count:
+    # JAX read the variable when it was imported.
+    jax.config.update("jax_platforms", "cpu")
+    devices = jax.local_devices()
+    if len(devices) != count or devices[0].platform != "cpu":
         raise RuntimeError(
-            f"JAX has started with {jax.local_device_count()} devices: call use_virtual_devices({count}) before"
-            " anything uses JAX"
+            f"JAX has started with {len(devices)} {devices[0].platform} devices: call use_virtual_devices({count})"
+            " before anything uses JAX"
         )
 
 
