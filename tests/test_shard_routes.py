@@ -204,7 +204,10 @@ def test_keys_from_everywhere_to_everywhere(key: str) -> None:
 
 
 WIDE = "float32 complex64 int32 uint32"
-NARROW = "int2 uint2 bfloat16 float16 float8_e4m3fn float8_e5m2 float8_e8m0fnu float4_e2m1fn int8 uint8 int16 int4 uint4 bool"
+NARROW = (
+    "int2 uint2 int4 uint4 bfloat16 float16 float8_e4m3fn"
+    " float8_e5m2 float8_e8m0fnu float4_e2m1fn int8 uint8 int16 bool"
+)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -254,7 +257,9 @@ def test_weak_types_are_kept() -> None:
 @pytest.mark.usefixtures("either_way")
 def test_zero_size() -> None:
     empty = np.zeros((0, 16), np.float32)
-    for source, target in itertools.product(SOURCES.values(), (M8, M8_REVERSED, E8, OTHER_HALF)):
+    # JAX makes no empty array that is still to be summed.
+    sources = [make for name, make in SOURCES.items() if not name.startswith("to be summed")]
+    for source, target in itertools.product(sources, (M8, M8_REVERSED, E8, OTHER_HALF)):
         y = ns.shard(na(source(empty), "a b"), {"a": "data"}, target, memory_kind="device")
         assert_exactly(y, target, P("data"))
         assert y.array.shape == (0, 16)
