@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from support import AUTO, DEVICES, E8, E42, EXPLICIT, M8, M8_REVERSED, M42, MIXED42, counting, mesh
+from support import AUTO, DEVICES, E8, E42, EXPLICIT, M8, M8_REVERSED, M42, MIXED42, bits, counting, mesh
 
 from namedshard import _jaxcompat as compat
 
@@ -311,6 +311,25 @@ def test_clear_caches_clears_ours_too() -> None:
 
 
 # --- arrays, shardings and memory -------------------------------------------------------------------------------------
+
+
+def test_the_order_of_shards() -> None:
+    for where in (M42, M8_REVERSED):
+        x = jax.device_put(counting(8, 8), NamedSharding(where, P(where.axis_names[0])))
+        index_of = x.sharding.addressable_devices_indices_map(x.shape)
+        for shard, (device, index) in zip(compat.shards_of(x), index_of.items(), strict=True):
+            assert shard.devices() == {device}
+            assert bits(shard) == bits(counting(8, 8)[index])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
+def test_an_array_of_host_shards(dtype: str) -> None:
+    value = counting(8, 4, dtype=dtype)
+    sharding = NamedSharding(M8_REVERSED, P("data"))
+    shards = {d: value[index] for d, index in sharding.addressable_devices_indices_map(value.shape).items()}
+    x = compat.put_shards(value.shape, value.dtype, sharding, shards)
+    assert (x.sharding, x.committed, x.dtype) == (sharding, True, value.dtype)
+    assert bits(x) == bits(value)
 
 
 def test_the_class_of_arrays() -> None:

@@ -171,12 +171,17 @@ def placements(leaves: Sequence[Any]) -> tuple[list[Any], list[Any], list[bool]]
     return [x.aval for x in leaves], [x._sharding for x in leaves], [x._committed for x in leaves]
 
 
+def shards_of(x: Any) -> list[Any]:
+    """An array's shards here, in the order of ``addressable_devices_indices_map``; public properties take longer."""
+    return x._arrays
+
+
 def first_buffer(x: ArrayImpl) -> int:
     """The address of an array's first shard here, or the object's own where there is none or it is not known.
 
     Does not wait for the computation that fills it.
     """
-    shards: Any = x._arrays  # pyright: ignore[reportPrivateUsage]
+    shards = shards_of(x)
     try:
         return shards[0].unsafe_buffer_pointer() if shards else id(x)
     except jax.errors.JaxRuntimeError:
@@ -216,7 +221,7 @@ def coordination_client() -> Any:
 
 def as_weak(x: Any) -> Any:
     """The same buffers as an array of weak type; no public function makes one of existing shards."""
-    return ArrayImpl(x.aval.update(weak_type=True), x.sharding, x._arrays, committed=True)
+    return ArrayImpl(x.aval.update(weak_type=True), x.sharding, shards_of(x), committed=True)
 
 
 def run_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
@@ -299,10 +304,11 @@ def _sharded_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 
 
 def put_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, shards: dict[Device, np.ndarray]) -> jax.Array:
-    """An array of each device's shard; ``jax.make_array_from_callback`` takes twice as long for small ones."""
+    """An array of each device's shard, with all its bits; public functions take twice as long for small ones."""
     with keeping_bits([np.dtype(dtype)]):
         aval = _sharded_aval(shape, dtype, sharding)
-        return _pxla.batched_device_put(aval, sharding, list(shards.values()), list(shards))
+    put = _pxla.xc.batched_device_put  # pyright: ignore[reportPrivateImportUsage]
+    return put(aval, sharding, list(shards.values()), list(shards), True, enable_x64=True)
 
 
 _NARROWED = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))

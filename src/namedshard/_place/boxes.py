@@ -10,6 +10,9 @@ from jax.sharding import Sharding
 
 from namedshard._types import Bounds, Device
 
+SHARED_BYTES = 128 << 10
+"""Up to here one allocation for all shards of an array is faster than one for each."""
+
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Host memory, aligned so that a CPU device takes it over.
@@ -18,6 +21,21 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """
     raw = np.empty(math.prod(shape) * np.dtype(dtype).itemsize + 64, np.uint8)
     return np.ndarray(shape, dtype, raw, -raw.__array_interface__["data"][0] % 64)
+
+
+@functools.lru_cache(maxsize=4096)
+def _common_size(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
+    sizes = {shape_of(box) for box in distinct_shards(shape, sharding)}
+    return sizes.pop() if len(sizes) == 1 else ()
+
+
+def empty_shards(shape: tuple[int, ...], sharding: Sharding, dtype: np.dtype[Any]) -> dict[Bounds, np.ndarray]:
+    """Memory for each distinct shard of this process, aligned as `aligned_empty` does; small ones share theirs."""
+    found, size = distinct_shards(shape, sharding), _common_size(shape, sharding)
+    bytes_of_one = math.prod(size) * dtype.itemsize
+    if size and not bytes_of_one % 64 and len(found) * bytes_of_one <= SHARED_BYTES:
+        return dict(zip(found, aligned_empty((len(found), *size), dtype), strict=True))
+    return {box: aligned_empty(shape_of(box), dtype) for box in found}
 
 
 def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:

@@ -152,12 +152,12 @@ def _copy_into_shards(
     shape: tuple[int, ...], dtype: Any, want: NamedSharding, sources: tuple[Bounds, ...], values: Sequence[np.ndarray]
 ) -> jax.Array:
     """An array from boxes of it in this host's memory: one copy, no whole array in between, nothing aliased."""
-    pieces: dict[Bounds, np.ndarray] = {}
+    pieces = boxes.empty_shards(shape, want, np.dtype(dtype))
     for box, copies in boxes.shard_sources(shape, sources, want).items():
-        piece = pieces[box] = boxes.aligned_empty(boxes.shape_of(box), dtype)
+        piece = pieces[box]
         for source, into, out_of in copies:
             piece[into] = values[source][out_of]
-    return from_pieces(shape, dtype, want, pieces)
+    return _from_host_pieces(shape, dtype, want, pieces)
 
 
 def _copy_shards(move: Move) -> None:
@@ -165,10 +165,9 @@ def _copy_shards(move: Move) -> None:
     if not isinstance(x, jax.Array):
         move.result = shard_host_value(x, move.want)
         return
-    distinct = boxes.distinct_shards(x.shape, x.sharding)
-    shards = {s.device: s for s in x.addressable_shards}
-    values = [np.asarray(shards[device].data) for device in distinct.values()]
-    move.result = _copy_into_shards(x.shape, x.dtype, move.want, tuple(distinct), values)
+    shards = dict(zip(boxes.device_boxes(x.shape, x.sharding).values(), compat.shards_of(x), strict=True))
+    values = list(map(np.asarray, shards.values()))
+    move.result = _copy_into_shards(x.shape, x.dtype, move.want, tuple(shards), values)
     if move.donate:
         x.delete()
 
@@ -196,10 +195,16 @@ def from_pieces(
             return found[0] if sharding is None else jax.make_array_from_single_device_arrays(shape, sharding, found)
         if sharding is None:
             return jax.device_put(next(iter(pieces.values())))
-        held = boxes.device_boxes(shape, sharding)
-        if not held:
-            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-        return compat.put_shards(shape, dtype, sharding, {d: pieces[box] for d, box in held.items()})
+        return _from_host_pieces(shape, dtype, sharding, pieces)
+
+
+def _from_host_pieces(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding, pieces: Mapping[Bounds, np.ndarray]
+) -> jax.Array:
+    held = boxes.device_boxes(shape, sharding)
+    if not held:
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    return compat.put_shards(shape, dtype, sharding, {d: pieces[box] for d, box in held.items()})
 
 
 def onto_devices(
