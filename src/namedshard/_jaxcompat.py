@@ -172,8 +172,11 @@ def placements(leaves: Sequence[Any]) -> tuple[list[Any], list[Any], list[bool]]
 
 
 def shards_of(x: Any) -> list[Any]:
-    """An array's shards here, in the order of ``addressable_devices_indices_map``; public properties take longer."""
-    return x._arrays
+    """An array's shards here, in the order of ``addressable_devices_indices_map``; none once it is deleted.
+
+    Public properties take longer.
+    """
+    return x._arrays or []
 
 
 def first_buffer(x: ArrayImpl) -> int:
