@@ -356,6 +356,14 @@ def test_arguments_that_are_still_to_be_summed() -> None:
     assert bits(plain) == bits(x * 2) and bits(named.array) == bits(x * 3)
 
 
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_integers_that_the_compiler_scrambles(dtype: str) -> None:
+    x = jax.device_put(counting(8, 16, dtype=np.int8) % 4, NamedSharding(M42, P("data", "model")))
+    made = ns.init(lambda x: na(x.astype(dtype), "a b"), x, mapping={"b": "data"}, mesh=M42)
+    assert_exactly(made, M42, P(None, "data"))
+    assert bits(made.array) == bits((counting(8, 16, dtype=np.int8) % 4).astype(dtype))
+
+
 def test_deleted_arguments() -> None:
     params = {"w": jnp.ones(3), "b": jnp.ones(4), "c": jnp.ones(5)}
     params["w"].delete()

@@ -21,6 +21,7 @@ from namedshard._init.trace import Destination, Request, Traced, trace
 from namedshard._place.local import change_memory, on_cpus
 from namedshard._place.route import unreduced_axes
 from namedshard._place.shard import place_leaves
+from namedshard._place.traced import scrambled
 from namedshard._plan.mapping import AxisMapping, plain_spec
 from namedshard._plan.mesh import MeshLike
 
@@ -186,7 +187,7 @@ def _step(
     manual = any(is_manual(op.eqn) for op in tail.ops)
     shardings = tuple(
         NamedSharding(want.mesh, PartitionSpec() if whole and _is_split(want, aval) else want.spec)
-        if isinstance(want, NamedSharding) and not manual
+        if isinstance(want, NamedSharding) and not manual and not scrambled(aval.dtype)
         else None
         for want, aval in zip(targets, avals, strict=True)
     )

@@ -21,6 +21,7 @@ from namedshard._jit.signature import Held
 from namedshard._jit.transfers import check_closed_over, check_constraints, check_transfers, elementwise_sources
 from namedshard._jit.unflatten import Builder, filled, unflattener
 from namedshard._place.shard import place_leaves
+from namedshard._place.traced import scrambled
 from namedshard._plan.leaves import Leaf, named_leaves
 from namedshard._plan.mapping import AxisMapping, axis_mapping
 from namedshard._plan.mesh import MeshLike, manual_axes, resolve_mesh
@@ -320,7 +321,8 @@ def _is_output_array(x: Any) -> bool:
 
 def _left_to_jit(x: Any, want: NamedSharding) -> bool:
     """Whether ``out_shardings`` do what a constraint would; they cost less to trace and to compile."""
-    if not isinstance(x, Tracer) or not x.size or compat.is_key_array(x) or want.memory_kind not in (None, "device"):
+    odd = isinstance(x, Tracer) and (not x.size or compat.is_key_array(x) or scrambled(x.dtype))
+    if not isinstance(x, Tracer) or odd or want.memory_kind not in (None, "device"):
         return False
     typed_for = jax.typeof(x).sharding.mesh
     meshes = (want.mesh, typed_for, *filter(None, [compat.abstract_context_mesh()]))

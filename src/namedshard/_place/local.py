@@ -13,7 +13,7 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
 from namedshard._place import boxes
 from namedshard._place.route import Move, Route, placement_of, unreduced_axes
-from namedshard._place.traced import change_traced_memory, constrain_traced
+from namedshard._place.traced import change_traced_memory, constrain_traced, scrambled
 from namedshard._plan.leaves import jax_dtype, native_dtype
 from namedshard._plan.mapping import plain_spec
 from namedshard._types import Bounds
@@ -253,7 +253,10 @@ def _identity(shardings: tuple[Sharding, ...]) -> Callable[..., Any]:
 
 def constrain_jit(work: Sequence[Move]) -> None:
     """One compiled identity for the whole batch; collectives between the devices, nothing passes through the host."""
-    _finish(work, _identity(tuple(_device_sharding(m.want) for m in work))(*(_to_device_memory(m.value) for m in work)))
+    sources = [_to_device_memory(m.value) for m in work]
+    safe = [x.astype(jnp.int8) if scrambled(x.dtype) else x for x in sources]
+    moved = _identity(tuple(_device_sharding(m.want) for m in work))(*safe)
+    _finish(work, [y if y.dtype == x.dtype else y.astype(x.dtype) for x, y in zip(sources, moved, strict=True)])
 
 
 # --- memory kinds -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,11 @@ from namedshard._plan.mesh import MeshLike
 from namedshard._types import Tracer
 
 
+def scrambled(dtype: Any) -> bool:
+    """Whether XLA on CPUs corrupts values of a dtype on their way from device to device: they travel as ``int8``."""
+    return dtype in (jnp.int2, jnp.uint2)
+
+
 def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
     """A spec without the mesh axes that are not among these."""
     return PartitionSpec(*(spec_entry([n for n in axis_names(entry) if n in names]) for entry in spec))
@@ -23,6 +28,11 @@ def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
 
 def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec, *, is_argument: bool) -> Any:
     """``with_sharding_constraint`` on Auto axes, ``reshard`` on Explicit ones, one after the other on mixed meshes."""
+    if scrambled(x.dtype):
+        # Without barriers, XLA converts after the transfer.
+        safe = jax.lax.optimization_barrier(x.astype(jnp.int8))
+        moved = _constrain(safe, mesh, spec, is_argument=is_argument)
+        return jax.lax.optimization_barrier(moved).astype(x.dtype)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     auto = {n for n, t in types.items() if t == AxisType.Auto}
     explicit = {n for n, t in types.items() if t == AxisType.Explicit}
