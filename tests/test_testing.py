@@ -1,6 +1,10 @@
 """The helpers that users test their own models with: they pass what is right and name all that is not."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -100,3 +104,23 @@ def test_virtual_mesh_and_devices() -> None:
     assert str(error.value) == ("JAX has started with 8 devices: call use_virtual_devices(4) before anything uses JAX")
     use_virtual_devices(8)
     assert jax.device_count() == 8
+
+
+def test_virtual_devices_on_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="tpu")] * 8)
+    with pytest.raises(RuntimeError) as error:
+        use_virtual_devices(8)
+    expected = "JAX has started with 8 tpu devices: call use_virtual_devices(8) before anything uses JAX"
+    assert str(error.value) == expected
+
+
+def test_virtual_devices_whatever_the_environment_says() -> None:
+    program = """
+import jax
+from namedshard.testing import use_virtual_devices
+use_virtual_devices(3)
+print({d.platform for d in jax.devices()}, jax.device_count())
+"""
+    named = {"JAX_PLATFORMS": "tpu", "JAX_PLATFORM_NAME": "gpu", "JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | named, capture_output=True, text=True)
+    assert done.stdout == "{'cpu'} 3\n", done.stderr
