@@ -15,7 +15,7 @@ import namedshard as ns
 from namedshard._place import transfer as collective
 from namedshard._place.gather import parse_bytes
 from namedshard._place.route import placement_of, transient_bytes
-from namedshard._processes.agreement import fingerprint_value
+from namedshard._processes.agreement import fingerprint_value, waiting_seconds
 
 DTYPES = (
     np.float32,
@@ -186,3 +186,21 @@ def test_an_array_that_is_still_to_be_summed() -> None:
     assert bits(ns.to_host(unreduced(x))) == bits(x)
     (((path, found)),) = ns.iter_to_host({"w": unreduced(x)})
     assert path == "['w']" and bits(found) == bits(x)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("600", 600), ("2.5", 2.5), ("90s", 90), (" 5m ", 300), ("1.5 H", 5400)])
+def test_the_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    monkeypatch.setenv("NAMEDSHARD_COLLECTIVE_TIMEOUT", text)
+    assert waiting_seconds() == seconds
+    with ns.collective_timeout(7):
+        assert waiting_seconds() == 7
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 weeks", "0", "-1", "nan", "inf", "m"])
+def test_a_timeout_in_the_environment_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("NAMEDSHARD_COLLECTIVE_TIMEOUT", text)
+    with pytest.raises(ns.SettingError) as caught:
+        waiting_seconds()
+    assert str(caught.value) == (
+        f'NAMEDSHARD_COLLECTIVE_TIMEOUT={text!r} is not a time\n  fix: use seconds, or text like "90s", "5m" or "1.5h"'
+    )

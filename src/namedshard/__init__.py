@@ -27,6 +27,7 @@ from namedshard._errors import OffloadError as OffloadError
 from namedshard._errors import OutOfStepError as OutOfStepError
 from namedshard._errors import PlaceError as PlaceError
 from namedshard._errors import PlanError as PlanError
+from namedshard._errors import SettingError as SettingError
 from namedshard._errors import StaticArgumentError as StaticArgumentError
 from namedshard._errors import TracedMoveError as TracedMoveError
 from namedshard._errors import UnsupportedArrayError as UnsupportedArrayError
@@ -113,6 +114,7 @@ __all__ = [
     "Report",
     "Route",
     "Row",
+    "SettingError",
     "StaticArgumentError",
     "TensorInfo",
     "Totals",
