@@ -255,7 +255,9 @@ def test_weak_types_are_kept() -> None:
 @pytest.mark.usefixtures("either_way")
 def test_zero_size() -> None:
     empty = np.zeros((0, 16), np.float32)
-    for source, target in itertools.product(SOURCES.values(), (M8, M8_REVERSED, E8, OTHER_HALF)):
+    # JAX has no unreduced arrays without elements.
+    sources = [source for name, source in SOURCES.items() if "summed" not in name]
+    for source, target in itertools.product(sources, (M8, M8_REVERSED, E8, OTHER_HALF)):
         y = ns.shard(na(source(empty), "a b"), {"a": "data"}, target, memory_kind="device")
         assert_exactly(y, target, P("data"))
         assert y.array.shape == (0, 16)

@@ -111,7 +111,7 @@ def check_narrowing(leaves: Iterable[tuple[str, Any]], total: int) -> None:
 def shard_host_value(value: np.ndarray, want: NamedSharding) -> jax.Array:
     """A host array copied into this process's shards."""
     with np.errstate(over="ignore"):
-        return _copy_into_shards(value.shape, jax_dtype(value.dtype), want, (boxes.whole(value.shape),), [value])
+        return _copy(boxes.copies(value.shape, None, want), value.shape, jax_dtype(value.dtype), want, [value])
 
 
 def _own(value: Any) -> np.ndarray:
@@ -140,16 +140,22 @@ def on_cpus(where: Sharding | Mesh | None) -> bool:
     return all(d.platform == "cpu" for d in (where.devices.flat if isinstance(where, Mesh) else where.device_set))
 
 
-def _copy_into_shards(
-    shape: tuple[int, ...], dtype: Any, want: NamedSharding, sources: tuple[Bounds, ...], values: Sequence[np.ndarray]
+def _copy(
+    plan: boxes.Copies,
+    shape: tuple[int, ...],
+    dtype: Any,
+    want: NamedSharding,
+    values: Sequence[np.ndarray],
+    *,
+    weak: bool = False,
 ) -> jax.Array:
-    """An array from boxes of it in this host's memory: one copy, no whole array in between, nothing aliased."""
-    pieces: dict[Bounds, np.ndarray] = {}
-    for box, copies in boxes.shard_sources(shape, sources, want).items():
-        piece = pieces[box] = boxes.aligned_empty(boxes.shape_of(box), dtype)
-        for source, into, out_of in copies:
-            piece[into] = values[source][out_of]
-    return from_pieces(shape, dtype, want, pieces)
+    """An array from shards of it in this host's memory: one copy, no whole array in between, nothing aliased."""
+    if not plan.owners:
+        return from_pieces(shape, dtype, want, {})
+    pieces = boxes.aligned_empties(plan.shapes, dtype)
+    for piece, into, source, out_of in plan.parts:
+        pieces[piece][into] = values[source][out_of]
+    return compat.put_shards(shape, dtype, want, {device: pieces[i] for device, i in plan.owners.items()}, weak)
 
 
 def _copy_shards(move: Move) -> None:
@@ -157,10 +163,10 @@ def _copy_shards(move: Move) -> None:
     if not isinstance(x, jax.Array):
         move.result = shard_host_value(np.asarray(x), move.want)
         return
-    distinct = boxes.distinct_shards(x.shape, x.sharding)
-    shards = {s.device: s for s in x.addressable_shards}
-    values = [np.asarray(shards[device].data) for device in distinct.values()]
-    move.result = _copy_into_shards(x.shape, x.dtype, move.want, tuple(distinct), values)
+    plan = boxes.copies(x.shape, x.sharding, move.want)
+    shards = compat.shards_of(x)
+    values = [np.asarray(shards[i]) for i in plan.readers]
+    move.result = _copy(plan, x.shape, x.dtype, move.want, values, weak=x.weak_type)
     if move.donate:
         x.delete()
 
@@ -170,7 +176,7 @@ def _in_this_memory(move: Move) -> bool:
     x = move.value
     if not on_cpus(move.want):
         return False
-    return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or x.weak_type or not on_cpus(x.sharding))
+    return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or not on_cpus(x.sharding))
 
 
 @compat.explicit_transfers()
