@@ -297,6 +297,8 @@ def test_what_cannot_be_moved() -> None:
             "  ['masked']: a masked array, whose mask would be lost\n"
             "  fix: fill masked arrays (x.filled(...)), sum others by jax.sharding.reshard to a spec without unreduced"
         )
+    with pytest.raises(ns.CheckpointError, match=r"\['w'\]: is still to be summed; shard it first"):
+        ns.save_safetensors({"w": unreduced(BASE)}, "never.safetensors")
     for call in (lambda: ns.offload({"x": masked}), lambda: ns.named_jit(lambda x: x, MAPPING)(masked)):
         with jax.set_mesh(M42), pytest.raises(ns.UnsupportedArrayError, match="a masked array"):
             call()
