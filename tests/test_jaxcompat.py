@@ -421,6 +421,8 @@ def test_shards_put_on_devices_as_by_the_callback(where: Any, spec: P, kind: str
     made = compat.put_shards(value.shape, value.dtype, sharding, shards)
     assert made.sharding == sharding and made.committed and made.aval == wanted.aval
     assert np.array_equal(np.asarray(made), value)
+    weak = compat.put_shards(value.shape, value.dtype, sharding, shards, weak=True)
+    assert weak.weak_type and weak.sharding == sharding and np.array_equal(np.asarray(weak), value)
     assert all(np.array_equal(np.asarray(s.data), value[s.index]) for s in made.addressable_shards)
 
 
@@ -442,9 +444,15 @@ def test_what_arrays_are_and_where() -> None:
         [x.sharding for x in arrays],
         [x.committed for x in arrays],
     )
-    for other in (np.ones(3), 1, None, max):
+    for other in (np.ones(3), 1, None, max, jax.random.key(0)):
         with pytest.raises(AttributeError):
             compat.placements([other])
+    spread = arrays[1]
+    devices = list(spread.sharding.addressable_devices_indices_map(spread.shape))
+    assert [shard.device for shard in compat.shards_of(spread)] == devices
+    assert not compat.any_deleted(arrays) and not compat.any_deleted([])
+    arrays[2].delete()
+    assert compat.any_deleted(arrays)
     failed: list[bool] = []
 
     def look(x: Any) -> Any:

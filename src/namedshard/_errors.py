@@ -96,6 +96,10 @@ class OffloadError(PlaceError):
     """Leaves that are to live in host memory do not, or none are selected."""
 
 
+class SettingError(NamedShardError, ValueError):
+    """An environment variable of this library has a value that it can't have."""
+
+
 class OutOfStepError(NamedShardError, RuntimeError):
     """The processes of a job do not make the same call."""
 

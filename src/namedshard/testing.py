@@ -7,6 +7,7 @@ Examples:
     >>> ns.testing.assert_placed(x, {"batch": "data"}, mesh)
 """
 
+import contextlib
 import math
 import os
 import re
@@ -32,7 +33,9 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 
 def use_virtual_devices(count: int) -> None:
-    """Give this process so many CPU devices; call it before anything uses JAX, e.g. at the top of ``conftest.py``.
+    """Give this process so many CPU devices, whatever platform ``JAX_PLATFORMS`` names.
+
+    Call it before anything uses JAX, e.g. at the top of ``conftest.py``; JAX may have been imported.
 
     Args:
         count: Number of devices.
@@ -48,13 +51,17 @@ def use_virtual_devices(count: int) -> None:
     rest = re.sub(rf"{_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", "")).split()
     os.environ["XLA_FLAGS"] = " ".join([*rest, f"{_FLAG}={count}"])
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # JAX read the variable when it was imported.
-    jax.config.update("jax_platforms", "cpu")
+    # JAX read the environment when it was imported. Once it has started, the first of these raises.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_platform_name", "cpu")
     devices = jax.local_devices()
     if len(devices) != count or devices[0].platform != "cpu":
+        kind = "" if devices[0].platform == "cpu" else f"{devices[0].platform} "
         raise RuntimeError(
-            f"JAX has started with {len(devices)} {devices[0].platform} devices: call use_virtual_devices({count})"
-            " before anything uses JAX"
+            f"JAX has started with {len(devices)} {kind}devices: call use_virtual_devices({count}) before"
+            " anything uses JAX"
         )
 
 

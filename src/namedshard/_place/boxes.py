@@ -1,17 +1,23 @@
 """PURE. Boxes of arrays: which part of which shard makes up another shard."""
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Sharding
 
 from namedshard._types import Bounds, Device
 
-SHARED_BYTES = 128 << 10
-"""Up to here one allocation for all shards of an array is faster than one for each."""
+_TOGETHER = 1 << 20
+
+
+def _aligned(size: int) -> tuple[np.ndarray, int]:
+    """Memory, and where in it so many aligned bytes start."""
+    raw = np.empty(size + 64, np.uint8)
+    return raw, -raw.__array_interface__["data"][0] % 64
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -19,23 +25,18 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
     A copy would be a task of its own, which can wait forever behind collectives that occupy all of XLA's threads.
     """
-    raw = np.empty(math.prod(shape) * np.dtype(dtype).itemsize + 64, np.uint8)
-    return np.ndarray(shape, dtype, raw, -raw.__array_interface__["data"][0] % 64)
+    return aligned_empties([shape], dtype)[0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _common_size(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
-    sizes = {shape_of(box) for box in distinct_shards(shape, sharding)}
-    return sizes.pop() if len(sizes) == 1 else ()
-
-
-def empty_shards(shape: tuple[int, ...], sharding: Sharding, dtype: np.dtype[Any]) -> dict[Bounds, np.ndarray]:
-    """Memory for each distinct shard of this process, aligned as `aligned_empty` does; small ones share theirs."""
-    found, size = distinct_shards(shape, sharding), _common_size(shape, sharding)
-    bytes_of_one = math.prod(size) * dtype.itemsize
-    if size and not bytes_of_one % 64 and len(found) * bytes_of_one <= SHARED_BYTES:
-        return dict(zip(found, aligned_empty((len(found), *size), dtype), strict=True))
-    return {box: aligned_empty(shape_of(box), dtype) for box in found}
+def aligned_empties(shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[np.ndarray]:
+    """The same for several arrays. Small ones share an allocation, which is freed with the last of them."""
+    kind = np.dtype(dtype)
+    sizes = [-(-math.prod(shape) * kind.itemsize // 64) * 64 for shape in shapes]
+    if sum(sizes) > _TOGETHER:
+        return [np.ndarray(shape, kind, *_aligned(size)) for shape, size in zip(shapes, sizes, strict=True)]
+    raw, start = _aligned(sum(sizes))
+    starts = itertools.accumulate(sizes[:-1], initial=start)
+    return [np.ndarray(shape, kind, raw, at) for shape, at in zip(shapes, starts, strict=True)]
 
 
 def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
@@ -82,16 +83,37 @@ def local_slices(box: Bounds, within: Bounds) -> tuple[slice, ...]:
     return tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, within, strict=True))
 
 
+class Copies(NamedTuple):
+    """How the distinct shards of an array are copied from those that it has.
+
+    Attributes:
+        readers: The position among this process's devices of each distinct shard; empty for a host array.
+        shapes: The shape of each distinct shard wanted.
+        parts: (wanted shard, slices of it, source, slices of the source).
+        owners: The number of the wanted shard of each of this process's devices.
+    """
+
+    readers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[int, tuple[slice, ...], int, tuple[slice, ...]], ...]
+    owners: dict[Device, int]
+
+
 @functools.lru_cache(maxsize=4096)
-def shard_sources(
-    shape: tuple[int, ...], sources: tuple[Bounds, ...], want: Sharding
-) -> dict[Bounds, list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]]:
-    """For each box that this process's devices want: (source number, slices of the box, slices of the source)."""
-    found: dict[Bounds, list[tuple[int, tuple[slice, ...], tuple[slice, ...]]]] = {}
-    for box in distinct_shards(shape, want):
-        shared = ((i, source, overlap(box, source)) for i, source in enumerate(sources))
-        found[box] = [(i, local_slices(s, box), local_slices(s, source)) for i, source, s in shared if s is not None]
-    return found
+def copies(shape: tuple[int, ...], have: Sharding | None, want: Sharding) -> Copies:
+    """How to copy an array from one sharding (None: the host) to another one, on this process's devices."""
+    sources = {whole(shape): None} if have is None else distinct_shards(shape, have)
+    wanted = list(distinct_shards(shape, want))
+    shared = itertools.product(enumerate(wanted), enumerate(sources))
+    parts = tuple(
+        (i, local_slices(part, box), n, local_slices(part, source))
+        for (i, box), (n, source) in shared
+        if (part := overlap(box, source)) is not None
+    )
+    owners = {device: wanted.index(box) for device, box in device_boxes(shape, want).items()}
+    order = [] if have is None else list(device_boxes(shape, have))
+    readers = tuple(order.index(device) for device in sources.values() if device is not None)
+    return Copies(readers, tuple(map(shape_of, wanted)), parts, owners)
 
 
 @functools.lru_cache(maxsize=4096)

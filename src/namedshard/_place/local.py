@@ -115,7 +115,7 @@ def shard_host_value(value: Any, want: NamedSharding) -> jax.Array:
     """A host array, or one that this process has whole, copied into this process's shards."""
     dtype = value.dtype if isinstance(value, jax.Array) else jax_dtype(value.dtype)
     with np.errstate(over="ignore"):
-        return _copy_into_shards(value.shape, dtype, want, (boxes.whole(value.shape),), [np.asarray(value)])
+        return _copy(boxes.copies(value.shape, None, want), value.shape, dtype, want, [np.asarray(value)])
 
 
 def _own(value: Any) -> np.ndarray:
@@ -148,16 +148,22 @@ def on_cpus(where: Sharding | Mesh | None) -> bool:
     return all(d.platform == "cpu" for d in (where.devices.flat if isinstance(where, Mesh) else where.device_set))
 
 
-def _copy_into_shards(
-    shape: tuple[int, ...], dtype: Any, want: NamedSharding, sources: tuple[Bounds, ...], values: Sequence[np.ndarray]
+def _copy(
+    plan: boxes.Copies,
+    shape: tuple[int, ...],
+    dtype: Any,
+    want: NamedSharding,
+    values: Sequence[np.ndarray],
+    *,
+    weak: bool = False,
 ) -> jax.Array:
-    """An array from boxes of it in this host's memory: one copy, no whole array in between, nothing aliased."""
-    pieces = boxes.empty_shards(shape, want, np.dtype(dtype))
-    for box, copies in boxes.shard_sources(shape, sources, want).items():
-        piece = pieces[box]
-        for source, into, out_of in copies:
-            piece[into] = values[source][out_of]
-    return _from_host_pieces(shape, dtype, want, pieces)
+    """An array from shards of it in this host's memory: one copy, no whole array in between, nothing aliased."""
+    if not plan.owners:
+        return from_pieces(shape, dtype, want, {})
+    pieces = boxes.aligned_empties(plan.shapes, dtype)
+    for piece, into, source, out_of in plan.parts:
+        pieces[piece][into] = values[source][out_of]
+    return compat.put_shards(shape, dtype, want, {device: pieces[i] for device, i in plan.owners.items()}, weak)
 
 
 def _copy_shards(move: Move) -> None:
@@ -165,9 +171,10 @@ def _copy_shards(move: Move) -> None:
     if not isinstance(x, jax.Array):
         move.result = shard_host_value(x, move.want)
         return
-    shards = dict(zip(boxes.device_boxes(x.shape, x.sharding).values(), compat.shards_of(x), strict=True))
-    values = list(map(np.asarray, shards.values()))
-    move.result = _copy_into_shards(x.shape, x.dtype, move.want, tuple(shards), values)
+    plan = boxes.copies(x.shape, x.sharding, move.want)
+    shards = compat.shards_of(x)
+    values = [np.asarray(shards[i]) for i in plan.readers]
+    move.result = _copy(plan, x.shape, x.dtype, move.want, values, weak=x.weak_type)
     if move.donate:
         x.delete()
 
@@ -177,7 +184,7 @@ def _in_this_memory(move: Move) -> bool:
     x = move.value
     if not on_cpus(move.want):
         return False
-    return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or x.weak_type or not on_cpus(x.sharding))
+    return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or not on_cpus(x.sharding))
 
 
 @compat.explicit_transfers()
@@ -195,16 +202,10 @@ def from_pieces(
             return found[0] if sharding is None else jax.make_array_from_single_device_arrays(shape, sharding, found)
         if sharding is None:
             return jax.device_put(next(iter(pieces.values())))
-        return _from_host_pieces(shape, dtype, sharding, pieces)
-
-
-def _from_host_pieces(
-    shape: tuple[int, ...], dtype: Any, sharding: Sharding, pieces: Mapping[Bounds, np.ndarray]
-) -> jax.Array:
-    held = boxes.device_boxes(shape, sharding)
-    if not held:
-        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    return compat.put_shards(shape, dtype, sharding, {d: pieces[box] for d, box in held.items()})
+        held = boxes.device_boxes(shape, sharding)
+        if not held:
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+        return compat.put_shards(shape, dtype, sharding, {d: pieces[box] for d, box in held.items()})
 
 
 def onto_devices(

@@ -123,13 +123,20 @@ def shard(
     if memory_kind is not None and isinstance(where, Mesh):
         check_memory_kind(where, memory_kind)
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    manual = frozenset[str]() if compat.nothing_traced() else manual_axes()
-    key = (treedef, tuple([_signature(x) for x in leaves]), found, where, memory_kind, manual)
+    untraced = compat.nothing_traced()
+    manual = frozenset[str]() if untraced else manual_axes()
+    try:
+        types, have, committed = compat.placements(leaves)
+    except AttributeError:
+        types, have, committed = [_signature(x) for x in leaves], [], [False]
+    key = (treedef, tuple(types), found, where, memory_kind, manual)
     cached = _plans.get(key)
     if cached is None:
         planned = plan_leaves(named_leaves(tree), treedef, found, where, memory_kind=memory_kind, manual=manual)
         cached = _plans.put(key, _CachedPlan(planned))
-    if _all_in_place(cached, leaves, memory_kind):
+    # The lists hold the same objects in most calls, which Python compares first.
+    known = have == cached.in_place and False not in committed and not compat.any_deleted(leaves)
+    if untraced and (known or _all_in_place(cached, leaves, memory_kind)):
         return tree
     placed = _execute(cached, leaves, memory_kind, donate, manual)
     return jax.tree_util.tree_unflatten(treedef, placed)
@@ -142,12 +149,11 @@ def _is_concrete_array(x: Any) -> bool:
 
 
 def _all_in_place(cached: _CachedPlan, leaves: Sequence[Any], memory_kind: str | None) -> bool:
-    """The fast path of a no-op call: one look at each leaf."""
-    if not compat.nothing_traced():
-        return False
+    """Whether there is nothing to do, noting each leaf's sharding for the next call."""
     in_place = cached.in_place
     for i, (leaf, planned) in enumerate(zip(leaves, cached.plan.leaves, strict=True)):
         if planned.spec is None:
+            in_place[i] = getattr(leaf, "sharding", None)
             continue
         if not _is_concrete_array(leaf) or leaf.is_deleted() or not leaf.committed:
             return False

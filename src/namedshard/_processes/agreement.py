@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, at, message
+from namedshard._errors import HostValueError, LocalArrayError, OutOfStepError, SettingError, at
 from namedshard._plan.mapping import spec_entries
 from namedshard._processes.coordination import (
     EXCHANGE_FAILURE,
@@ -89,28 +89,28 @@ def fingerprint_value(value: np.ndarray) -> str:
     return found.hexdigest()
 
 
-_VARIABLE = "NAMEDSHARD_COLLECTIVE_TIMEOUT"
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _limit = contextvars.ContextVar[float | None]("limit", default=None)
+_VARIABLE = "NAMEDSHARD_COLLECTIVE_TIMEOUT"
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 
 
-def _limit_seconds() -> float:
-    """The limit of `collective_timeout`, else that of the environment."""
-    if (given := _limit.get()) is not None:
-        return given
-    text = os.environ.get(_VARIABLE) or "60"
-    found = re.fullmatch(r"\s*(\d*\.?\d+)\s*([smh]?)\s*", text)
-    if found is None or not float(found[1]):
-        fix = "use a number of seconds, or a number with s, m or h, as in 5m"
-        raise ValueError(message(f"{_VARIABLE}={text!r} is no time limit", fix=fix))
-    return float(found[1]) * _UNITS[found[2]]
+def waiting_seconds() -> float:
+    """How long this thread waits for the other processes: as `collective_timeout` or the environment says."""
+    limit, text = _limit.get(), os.environ.get(_VARIABLE, "60")
+    if limit is not None:
+        return limit
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    seconds = float(match[1]) * _SECONDS.get(match[2], 0) if match else 0
+    if seconds <= 0:
+        raise SettingError(f"{_VARIABLE}={text!r} is not a time", fix='use seconds, or text like "90s", "5m" or "1.5h"')
+    return seconds
 
 
 @contextlib.contextmanager
 def collective_timeout(seconds: int | float) -> Generator[None, None, None]:
     """How long to wait for the other processes to make the same call, in this thread.
 
-    The default is 60 s, or the environment variable ``NAMEDSHARD_COLLECTIVE_TIMEOUT``: seconds, or as in ``"5m"``.
+    The default is 60 s, or the environment variable ``NAMEDSHARD_COLLECTIVE_TIMEOUT`` (seconds, or text like ``5m``).
 
     Args:
         seconds: The limit; processes that reach a call further apart than this are out of step.
@@ -164,7 +164,7 @@ _channels: list[Channel] = []
 
 def _meet(what: str, digest: bytes) -> tuple[Channel, bool | list[int], int]:
     """A call's channel and verdict, and how many calls of the others ended without this process."""
-    end = time.monotonic() + _limit_seconds()
+    end = time.monotonic() + waiting_seconds()
     missed = 0
     while True:
         channel = Channel(f"call/{next(_numbers)}", what)
@@ -214,7 +214,7 @@ def agree(
         raise _absent(what, verdict, missed)
     # Other processes may get all texts and continue, even if this process does not.
     with guard_exchange():
-        end = time.monotonic() + _limit_seconds() + GRACE_S
+        end = time.monotonic() + waiting_seconds() + GRACE_S
         text = zlib.compress(json.dumps([call, *map(dataclasses.astuple, leaves)]).encode())
         texts = channel.all_gather("text", text, range(jax.process_count()), end)
         if gone := [p for p, text in enumerate(texts) if text is None]:
@@ -227,7 +227,7 @@ def _absent(what: str, processes: Sequence[int], missed: int) -> OutOfStepError:
     who = f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"
     calls = "one earlier call" if missed == 1 else f"{missed} earlier calls"
     return OutOfStepError(
-        f"{what}: {who} did not make this call within {_limit_seconds():g} s",
+        f"{what}: {who} did not make this call within {waiting_seconds():g} s",
         [f"this process had not made {calls} that the others had stopped waiting for"] if missed else [],
         fix="make the same calls in the same order on every process, or wait longer: ns.collective_timeout",
     )

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import CheckpointError, at
+from namedshard._place.route import unreduced_axes
 from namedshard._plan.leaves import Leaf, is_array_like, named_leaves, native_dtype
 from namedshard._safetensors.header import CODES, METADATA_KEY, PACKED_BITS, SURROGATES
 from namedshard._safetensors.layout import Part
@@ -60,6 +61,8 @@ def _loose_numbers(tree: PyTree, leaves: Sequence[Leaf]) -> list[str]:
 
 def _why_not(value: Any) -> str:
     """Why an array cannot be written."""
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer) and unreduced_axes(value.sharding):
+        return "is still to be summed; shard it first, or use jax.sharding.reshard"
     if isinstance(value, jax.ShapeDtypeStruct):
         return "is abstract: it has no values"
     if isinstance(value, Tracer):
