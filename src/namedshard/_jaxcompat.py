@@ -114,6 +114,11 @@ def memory_kind_of_traced(x: Any) -> str:
     return "pinned_host" if space_of_type(jax.typeof(x)) == jax.memory.Space.Host else "device"
 
 
+def is_argument(x: Any) -> bool:
+    """Whether a traced array is an argument of what is being traced for a compiler, or not known to be computed."""
+    return getattr(x, "parent", None) is None
+
+
 def is_key_array(x: Any) -> bool:
     """True for arrays of typed PRNG keys, whose bytes are reached only through ``jax.random.key_data``."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
