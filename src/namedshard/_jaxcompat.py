@@ -220,8 +220,12 @@ def is_explicitly_sharded(aval: Any) -> bool:
 
 
 DEVICE_SPACE = jax.memory.Space.Device
-HOST_IN_HLO = "S(5)"
-"""How XLA writes the host's memory space in a layout."""
+
+
+def output_memory_kinds(compiled: Any) -> list[str]:
+    """The memory kinds that a compiled program writes its outputs to, whatever JAX says of their shardings."""
+    (kinds,) = compiled.runtime_executable().get_output_memory_kinds()
+    return list(kinds)
 
 
 def space_of_kind(memory_kind: str | None) -> Any:
