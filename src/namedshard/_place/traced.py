@@ -22,6 +22,10 @@ def scrambled(dtype: Any) -> bool:
     return dtype in (jnp.int2, jnp.uint2)
 
 
+def _is_on_host(x: Any) -> bool:
+    return compat.memory_kind_of_traced(x) == "pinned_host"
+
+
 def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
     """A spec without the mesh axes that are not among these."""
     return PartitionSpec(*(spec_entry([n for n in axis_names(entry) if n in names]) for entry in spec))
@@ -48,8 +52,10 @@ def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec, *, is_argument: bool
         typed = foreign is not None and foreign != abstract and compat.any_explicit(foreign)
         with jax.sharding.use_abstract_mesh(abstract) if typed else contextlib.nullcontext():
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    if isinstance(mesh, Mesh) and not has_devices and compat.abstract_context_mesh() is None:
-        # Without a context mesh, only an Auto constraint tells the compiler which devices are meant.
+    on_host = auto and _is_on_host(x)
+    if isinstance(mesh, Mesh) and (on_host or not (has_devices or compat.abstract_context_mesh())):
+        # In host memory, only a constraint to the whole spec makes TPU compilers shard the value before its transfer;
+        # without a context mesh, only an Auto one tells the compiler which devices are meant.
         x = jax.lax.with_sharding_constraint(x, NamedSharding(compat.twin(mesh, AxisType.Auto), spec))
     if not auto:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
@@ -111,10 +117,6 @@ def constrain_traced(work: Sequence[Move], manual: frozenset[str]) -> None:
                     fix="shard the arrays before the vmap or grad, or put it in jit",
                 ) from error
         move.result = jax.device_put(x, jax.memory.Space.Host) if to_host and not _is_on_host(x) else x
-
-
-def _is_on_host(x: Any) -> bool:
-    return compat.memory_kind_of_traced(x) == "pinned_host"
 
 
 def check_traced_kind(memory_kind: str | None) -> None:
