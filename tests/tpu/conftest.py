@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of programs, on machines without a TPU. Needs `libtpu`; the 8 virtual CPU devices stay."""
+"""Tests of what the TPU compiler makes of programs, on machines without a TPU. They need `libtpu`."""
 
 import importlib.util
 import os
@@ -6,9 +6,7 @@ import os
 import pytest
 
 if importlib.util.find_spec("libtpu") is None:
-    raise pytest.UsageError(
-        'these tests need the TPU compiler: run make test-tpu, or pip install "namedshard[tpu-compiler]"'
-    )
+    raise pytest.UsageError("these tests need the TPU compiler: run `make test-tpu`, or `pip install libtpu`")
 
 # Read when libtpu is loaded: it must look for no TPU, and run in several processes at once.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
