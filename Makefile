@@ -10,6 +10,8 @@ PY = $(VENV)/bin/python
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -lt 4 ] && echo "$$((n + 1))" || echo 4)
 # The Python that `make wheel` installs the wheel on; empty means the newest.
 WHEEL_PYTHON_VERSION ?=
+# The environment of `make test-tpu`: the compiler for TPUs stays out of the other one.
+TPU_VENV ?= $(VENV)-tpu
 ARGS ?=
 
 export VENV PYTHON PYTHON_VERSION
@@ -18,7 +20,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 # The theme's announcement of its successor.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test lint format types docs examples bench wheel constraints clean distclean
+.PHONY: help venv demo test test-tpu lint format types docs examples bench wheel constraints clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +33,10 @@ demo: venv ## Embed sentences with a real model, sharded over this machine's dev
 
 test: venv ## Run the tests
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-tpu: ## Run the tests of what the TPU compiler makes of programs; needs no TPU
+	@VENV=$(TPU_VENV) EXTRAS=dev,tpu-compiler sh scripts/make_venv.sh
+	$(TPU_VENV)/bin/python -m pytest tests/tpu -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: venv ## Check style and formatting
 	$(PY) -m ruff check .
@@ -66,4 +72,4 @@ clean: ## Remove everything built except environments
 
 distclean: clean ## Remove the environments too
 	rm -rf .nox
-	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
+	@for venv in "$(VENV)" "$(TPU_VENV)"; do if [ -f "$$venv/pyvenv.cfg" ]; then rm -rf "$$venv"; fi; done

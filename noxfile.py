@@ -42,7 +42,7 @@ def install(session: nox.Session, haliax: str) -> None:
         without.write_text("".join(line for line in lines if not line.startswith("marin-haliax==")))
         project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
         extras = project["optional-dependencies"]
-        del extras["docs"]
+        del extras["docs"], extras["tpu-compiler"]
         wanted = [*project["dependencies"], *(item for extra in extras.values() for item in extra)]
         needed = [item for item in wanted if not item.startswith(("marin-haliax", "namedshard["))]
         session.install("-c", str(without), OLDER_HALIAX, *needed)

@@ -37,7 +37,7 @@ def resolve(python_version: str) -> dict[str, str]:
         # As the first release of the minor version, since some projects refuse the early ones that distributions still
         # ship; and from wheels alone, so that no compiler is needed. pip wants a target for that, and leaves it alone.
         oldest = ["--python-version", f"{python_version}.0", "--only-binary", ":all:", "--target", folder]
-        wanted = f"{ROOT}[dev,docs]"
+        wanted = f"{ROOT}[dev,docs,tpu-compiler]"
         subprocess.run([*pip, "install", "-qq", "--dry-run", "--report", str(report), *oldest, wanted], check=True)
         installs = json.loads(report.read_text())["install"]
     found = {normalised(item["metadata"]["name"]): item["metadata"]["version"] for item in installs}

@@ -4,16 +4,18 @@
 #   PYTHON_VERSION=3.11   of this minor version
 #   PYTHON=/path          of this very interpreter
 #   VENV=folder           somewhere else
+#   EXTRAS=dev            with these extras, instead of dev,docs
 set -eu
 cd "$(dirname "$0")/.."
 
 venv=${VENV:-.venv}
 python=$venv/bin/python
 stamp=$venv/.namedshard-stamp
+extras=${EXTRAS:-dev,docs}
 
 # The contents and not the times of the files, which a checkout touches. The folder too: an environment knows its own
 # path and that of the sources, so one that was moved or copied along with them would use the old ones.
-state=$(pwd -P; cat pyproject.toml constraints.txt requirements-demo.txt | cksum)
+state=$(pwd -P; echo "$extras"; cat pyproject.toml constraints.txt requirements-demo.txt | cksum)
 
 identity() {
     "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null || echo none
@@ -48,10 +50,10 @@ rm -f "$stamp"
 echo "installing the development environment into $venv (a few minutes the first time)"
 # Twice -q: pip's own warnings are about the machine's pip configuration; its errors still show.
 if ! {
-    "$python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs]' &&
+    "$python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$extras]" &&
         "$python" -m pip install -qq --disable-pip-version-check --no-deps -r requirements-demo.txt
 }; then
-    echo "make_venv: pip failed; for all it has to say: $python -m pip install -c constraints.txt -e '.[dev,docs]'" >&2
+    echo "make_venv: pip failed; for all it has to say: $python -m pip install -c constraints.txt -e '.[$extras]'" >&2
     exit 1
 fi
 echo "$state" >"$stamp"

@@ -17,6 +17,9 @@ import pytest
 # Must come before the first import of the package, which test modules do.
 jaxtyping.install_import_hook("namedshard", "beartype.beartype")
 
+# Needs the TPU compiler: `make test-tpu` names this folder.
+collect_ignore = ["tpu"]
+
 if jax.device_count() != 8:
     raise pytest.UsageError(f"these tests need 8 virtual devices, and JAX has {jax.device_count()}")
 
