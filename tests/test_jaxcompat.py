@@ -382,10 +382,33 @@ def test_the_memory_that_a_type_names() -> None:
     assert compat.space_of_kind(None) == DEVICE
 
 
-def test_how_xla_writes_host_memory() -> None:
-    x = jax.device_put(counting(8), NamedSharding(M8, P("data"), memory_kind="pinned_host"))
-    assert compat.HOST_IN_HLO in jax.jit(lambda x: x).lower(x).compile().as_text()
-    assert compat.HOST_IN_HLO not in jax.jit(lambda x: x).lower(counting(8)).compile().as_text()
+@pytest.mark.parametrize("types", [("Auto", "Auto"), ("Explicit", "Auto"), ("Explicit", "Explicit")])
+def test_what_memory_a_compiled_program_writes_to(types: tuple[str, str]) -> None:
+    where = mesh((4, 2), "data model", tuple(jax.sharding.AxisType[t] for t in types))
+    x = jax.device_put(counting(8, 4), NamedSharding(where, P("data"), memory_kind="pinned_host"))
+
+    def step(x: Any, keys: Any) -> Any:
+        device = jax.device_put(x, DEVICE)
+        return device, jax.device_put(device + 1, HOST), x, jax.device_put(keys, HOST)
+
+    with jax.set_mesh(where):
+        compiled = jax.jit(step).lower(x, jax.random.split(jax.random.key(0), 4)).compile()
+    assert compat.output_memory_kinds(compiled) == ["device", "pinned_host", "pinned_host", "pinned_host"]
+
+
+def test_what_is_an_argument_of_a_trace() -> None:
+    seen: list[bool] = []
+
+    def look(x: Any) -> Any:
+        seen.append(compat.is_argument(x))
+        return x
+
+    def step(x: Any) -> Any:
+        look(jax.device_put(look(x) * 2, HOST))
+        return jax.lax.scan(lambda c, _: (look(c) + 1, None), x, None, length=2)[0] + jax.jit(look)(look(x * 2))
+
+    jax.jit(step)(jnp.ones(3))
+    assert seen == [True, False, True, False, True]
 
 
 def test_keys() -> None:

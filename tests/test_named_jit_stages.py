@@ -103,28 +103,34 @@ def test_eval_shape_gives_shapes_types_and_planned_shardings() -> None:
 
 def test_explain_says_who_placed_each_output() -> None:
     def step(x, plain):
-        return x, {"a": plain * 2, "b": na(jnp.zeros((0, 4)), "batch embed")}
+        return x, {"a": plain * 2, "b": na(jnp.zeros((0, 4)), "batch embed"), "c": plain.sum()}
 
     fn = ns.named_jit(step, MAPPING)
     with jax.set_mesh(M42):
         args = na(counting(8, 4), "batch embed"), put(counting(8), M42, "data")
         compiled = fn.lower(*args).compile()
         assert compiled.explain() == text(
-            "step: 1 of 3 outputs has no mapping, so the compiler chose",
-            "[0]: P('data', 'model') (as mapped)",
-            "[1]['a']: P('data',) (chosen by the compiler)",
-            "[1]['b']: P('data', 'model') (as mapped)",
+            "step: 1 of 4 outputs is placed by the compiler",
+            "argument x: P('data', 'model') in 'device'",
+            "argument plain: P('data',) in 'device'",
+            "output [0]: P('data', 'model') in 'device', as mapped",
+            "output [1]['a']: P('data',) in 'device', as the argument that it replaces",
+            "output [1]['b']: P('data', 'model') in 'device', as mapped",
+            "output [1]['c']: P() in 'device', chosen by the compiler",
         )
         assert [(o.path, o.asked is None) for o in compiled.outputs()] == [
             ("[0]", False),
             ("[1]['a']", True),
             ("[1]['b']", False),
+            ("[1]['c']", True),
         ]
         for output, got in zip(compiled.outputs(), jax.tree.leaves(compiled(*args)), strict=True):
             assert output.got.is_equivalent_to(got.sharding, got.ndim)
         named = ns.named_jit(lambda x: x, MAPPING).lower(args[0]).compile()
         assert named.explain() == text(
-            "<lambda>: 0 of 1 output have no mapping", "the result: P('data', 'model') (as mapped)"
+            "<lambda>: 0 of 1 output are placed by the compiler",
+            "argument x: P('data', 'model') in 'device'",
+            "output the result: P('data', 'model') in 'device', as mapped",
         )
 
 

@@ -304,7 +304,7 @@ def test_named_jit_looks_at_its_compiled_step_before_it_runs(monkeypatch: pytest
 
     step = ns.named_jit(update, donate_args=(False, True))
     jax.jit(update)(params, state)  # so that the first look at the compiler itself is over
-    monkeypatch.setattr(_jaxcompat, "HOST_IN_HLO", "not to be found")
+    monkeypatch.setattr(_jaxcompat, "output_memory_kinds", lambda compiled: ["device"] * 4)
     assert message_of(lambda: step(params, state), ns.OffloadError) == (
         "update: 2 of 4 leaves traced into host memory would come out of the compiled program elsewhere\n"
         "  [1][0].mu['w']: in 'device', wanted in 'pinned_host'\n"

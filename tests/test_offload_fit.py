@@ -1,5 +1,6 @@
 """How much of a state lives in host memory, and how much of it is on the device at a time."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,11 @@ ODD_OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def group_barriers(text: str) -> int:
+    """The barriers between groups of states, which tie several arrays; the others are for one that comes in."""
+    return len(re.findall(r"optimization_barrier %[^:]*,", text))
+
+
 @pytest.mark.parametrize("budget", [1000, 40_000])
 @pytest.mark.parametrize("name", ODD_OPTIMIZERS)
 def test_a_budget_leaves_the_compilers_fusions_as_they_are(name: str, budget: int) -> None:
@@ -63,7 +69,7 @@ def test_a_budget_leaves_the_compilers_fusions_as_they_are(name: str, budget: in
     assert_same(got, expected)
     assert none.count("optimization_barrier") == 0
     # Muon's loop takes a state that all parameters share.
-    assert some.count("optimization_barrier") == (2 if budget == 1000 and name != "muon" else 1)
+    assert group_barriers(some) == (2 if budget == 1000 and name != "muon" else 1)
 
 
 def test_a_budget_runs_effects_once_and_in_their_order() -> None:
@@ -82,10 +88,14 @@ def test_a_budget_runs_effects_once_and_in_their_order() -> None:
     state = optimizer.init(params)
     jaxpr = jax.jit(optimizer.update).trace(params, state).jaxpr.jaxpr
     assert [eqn.invars[0].aval.shape for eqn in jaxpr.eqns if eqn.effects] == [(1,), (2,), (3,)]
-    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("optimization_barrier") == 1
+    assert [len(eqn.invars) for eqn in barriers(jaxpr)].count(2) == 1
     jax.block_until_ready(jax.jit(optimizer.update)(params, state))
     jax.effects_barrier()
     assert sorted(seen) == [(1,), (2,), (3,)]
+
+
+def barriers(jaxpr: Any) -> list[Any]:
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
 
 
 def live_state_bytes(jaxpr: Any) -> int:
@@ -93,11 +103,14 @@ def live_state_bytes(jaxpr: Any) -> int:
     last_use: dict[Any, int] = {}
     for n, eqn in enumerate(jaxpr.eqns):
         last_use |= dict.fromkeys((v for v in eqn.invars if not hasattr(v, "val")), n)
+    for eqn in barriers(jaxpr):
+        if len(eqn.invars) == 1:
+            last_use |= {v: last_use[out] for v, out in zip(eqn.invars, eqn.outvars, strict=True) if out in last_use}
     most = now = 0
     ends: dict[int, int] = {}
     for n, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name == "device_put" and jax.memory.Space.Device in eqn.params["devices"]:
-            size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars if v in last_use)
+            size = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars if last_use.get(v, n) > n)
             now += size
             end = max((last_use[v] for v in eqn.outvars if v in last_use), default=n)
             ends[end] = ends.get(end, 0) + size
@@ -114,13 +127,13 @@ def test_a_budget_bounds_the_states_on_the_device(budget: int | None) -> None:
     with jax.set_mesh(M8):
         jaxpr = jax.jit(lambda g, s: optimizer.update(g, s)).trace(params, state).jaxpr.jaxpr
     moved = live_state_bytes(jaxpr)
-    barriers = sum(eqn.primitive.name == "optimization_barrier" for eqn in jaxpr.eqns)
+    between_groups = sum(len(eqn.invars) > 1 for eqn in barriers(jaxpr))
     if budget is None:
-        assert (moved, barriers) == (16 * 1024, 0)
+        assert (moved, between_groups) == (16 * 1024, 0)
     else:
         # The two states of 1 KiB of one parameter at a time, each beside its successor, tied one group to the next.
         assert 2 * 1024 <= moved <= budget
-        assert barriers == 7
+        assert between_groups == 7
 
 
 def test_fit_takes_the_largest_until_the_rest_fits() -> None:
@@ -146,14 +159,14 @@ def test_fit_counts_bytes_per_device() -> None:
 def test_a_budget_counts_the_bytes_of_a_device_where_types_tell_them() -> None:
     optimizer = ns.offload_optimizer(optax.adam(1e-2), budget=1024)
 
-    def barriers(mesh: Any) -> int:
+    def counted(mesh: Any) -> int:
         with jax.set_mesh(mesh):
             place = NamedSharding(mesh, PartitionSpec("data"))
             params = {name: jax.device_put(jnp.ones((8, 16)), place) for name in "ab"}
             state = optimizer.init(params)
-            return jax.jit(optimizer.update).lower(params, state).as_text().count("optimization_barrier")
+            return group_barriers(jax.jit(optimizer.update).lower(params, state).as_text())
 
-    assert (barriers(E8), barriers(M8)) == (0, 1)
+    assert (counted(E8), counted(M8)) == (0, 1)
 
 
 @pytest.mark.parametrize("mesh", [M8, E8], ids=["auto", "explicit"])

@@ -122,6 +122,11 @@ def memory_kind_of_traced(x: Any) -> str:
     return "pinned_host" if space_of_type(jax.typeof(x)) == jax.memory.Space.Host else "device"
 
 
+def is_argument(x: Any) -> bool:
+    """Whether a traced array is an argument of what is being traced for a compiler, or not known to be computed."""
+    return getattr(x, "parent", None) is None
+
+
 def is_key_array(x: Any) -> bool:
     """True for arrays of typed PRNG keys, whose bytes are reached only through ``jax.random.key_data``."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -228,8 +233,12 @@ def is_explicitly_sharded(aval: Any) -> bool:
 
 
 DEVICE_SPACE = jax.memory.Space.Device
-HOST_IN_HLO = "S(5)"
-"""How XLA writes the host's memory space in a layout."""
+
+
+def output_memory_kinds(compiled: Any) -> list[str]:
+    """The memory kinds that a compiled program writes its outputs to, whatever JAX says of their shardings."""
+    (kinds,) = compiled.runtime_executable().get_output_memory_kinds()
+    return list(kinds)
 
 
 def space_of_kind(memory_kind: str | None) -> Any:

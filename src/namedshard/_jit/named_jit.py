@@ -39,7 +39,7 @@ from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, context_mesh, describe, require_attached
 from namedshard._processes.coordination import EXCHANGE_FAILURE, refuse_compiled
-from namedshard._types import PyTree, PyTreeDef
+from namedshard._types import PyTree, PyTreeDef, Tracer
 
 _NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
@@ -92,13 +92,14 @@ class NamedJit:
         if call.moves:
             arrays = self._place(arrays, call)
         try:
-            out = program.jitted(*arrays) if call.has_run else self._first_run(call, arrays)
+            out = call.jitted(*arrays) if call.has_run else self._first_run(call, arrays)
         except RuntimeError:
             check_not_deleted(program, arrays, call.concrete)
             raise
         store.runs = call.used = store.runs + 1
         self._calls += 1
-        return program.finish(arrays, out) if program.empty or program.delete_after else program.build(out)
+        unfinished = program.empty or program.delete_after or program.mislabelled
+        return program.finish(arrays, out) if unfinished else program.build(out)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, runs: bool = False) -> tuple[CallPlan, list[Any]]:
         """What to do for these arguments, and their leaves."""
@@ -246,6 +247,8 @@ class NamedJit:
         program.trace(placed)
         if program.donate:
             check_donatable(program, placed)
+        call.like = program.places_of_arguments(placed)
+        call.jitted = program.jitted_for(call.like)
         return placed
 
     def _place(self, arrays: Sequence[Any], call: CallPlan) -> list[Any]:
@@ -267,8 +270,9 @@ class NamedJit:
     def _first_run(self, call: CallPlan, arrays: Sequence[Any]) -> Sequence[Any]:
         program = call.program
         with program.counting():
-            program.check_memory(arrays)
-            out = program.jitted(*arrays)
+            if program.has_host_outputs and not any(isinstance(x, Tracer) for x in arrays):
+                program.check_memory(call.jitted.lower(*arrays).compile())
+            out = call.jitted(*arrays)
         call.has_run = True
         program.check_places(out)
         return out
@@ -288,7 +292,7 @@ class NamedJit:
         """Lower with some leading arguments that the result does not ask for again."""
         call, leaves = self._find((*bound, *args), kwargs)
         arrays = self._trace(call, call.program.select(leaves))
-        return Lowered(call.program.jitted.lower(*arrays), call, self._prefix, bound)
+        return Lowered(call.jitted.lower(*arrays), call, self._prefix, bound)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> PyTree:
         """The result's structure, shapes and dtypes, without running anything.
@@ -298,15 +302,24 @@ class NamedJit:
             **kwargs: The same.
 
         Returns:
-            The result with a ``jax.ShapeDtypeStruct`` for each array, which has a sharding where a mapping decides it.
+            The result with a ``jax.ShapeDtypeStruct`` for each array. Its sharding is known, without compiling, where a
+            mapping decides it, a type on Explicit axes, or the argument that it replaces; what was traced into host
+            memory is compiled for where nothing else tells its sharding, so that no memory kind is lost.
 
         Raises:
             NamedShardError: As a call does.
         """
         call, leaves = self._find(args, kwargs)
-        self._trace(call, call.program.select(leaves))
-        typed = ((o.aval, o.asked) for o in call.program.outputs)
-        return call.program.build(
+        program = call.program
+        arrays = self._trace(call, program.select(leaves))
+        places = [program.known_place(n, call.like) for n in range(len(program.outputs))]
+        unknown = [n for n, o in enumerate(program.outputs) if o.memory_kind != "device" and places[n] is None]
+        if unknown and isinstance(program.mesh, Mesh | None) and compat.nothing_traced():
+            got = Lowered(call.jitted.lower(*arrays), call, self._prefix, ()).compile().outputs()
+            for n in unknown:
+                places[n] = got[n].got
+        typed = zip((o.aval for o in program.outputs), places, strict=True)
+        return program.build(
             [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=x.weak_type) for x, s in typed]
         )
 

@@ -6,12 +6,13 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from namedshard import _jaxcompat as compat
@@ -20,6 +21,7 @@ from namedshard._jit.arguments import Arguments
 from namedshard._jit.signature import Held
 from namedshard._jit.transfers import check_closed_over, check_constraints, check_transfers, elementwise_sources
 from namedshard._jit.unflatten import Builder, filled, unflattener
+from namedshard._place.route import same_place, unreduced_axes
 from namedshard._place.shard import place_leaves
 from namedshard._place.traced import scrambled
 from namedshard._plan.leaves import Leaf, named_leaves
@@ -61,10 +63,11 @@ class Function:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """One array output: its path, what the mapping asks for (None: whatever the compiler chose), and its type.
+    """One array output: its path, what the mapping asks for (None: no mapping does), and its type.
 
-    ``got`` is the sharding it comes out with, once that is known; ``sources``, if any are donated, are the numbers of
-    the arguments that it is computed from element by element.
+    ``got`` is the sharding it comes out with, and ``by`` what decided that, once they are known. ``sources`` are the
+    numbers of the arguments that it is computed from element by element, ``unplaced_sources`` those of them that no
+    constraint lies behind.
     """
 
     path: str
@@ -72,7 +75,9 @@ class Output:
     aval: Any
     memory_kind: str
     got: Any = None
+    by: str = ""
     sources: frozenset[int] = frozenset()
+    unplaced_sources: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -82,6 +87,9 @@ class Counts:
     traces: int = 0
     compiles: int = 0
 
+
+CHOSEN = "chosen by the compiler"
+"""Who places outputs that nothing else places."""
 
 _tracing = threading.local()
 
@@ -116,10 +124,15 @@ class Program:
         self.delete_after = tuple(n for n, s in shardings if s is not None and s.memory_kind == "pinned_host")
         self.mesh = mesh
         # None until it is traced, and its trace checked.
-        self.jitted: Any = None
+        self._jaxpr: Any = None
+        self._variants: dict[Hashable, Any] = {}
+        # Outputs that are arguments, and which.
+        self._passed: dict[int, int] = {}
         self.outputs: Sequence[Output] = ()
         # Outputs without elements that a mapping places: the compiler forgets where these belong.
         self.empty: Sequence[tuple[int, NamedSharding]] = ()
+        # Outputs in host memory that JAX says to be on the device, as it does on meshes with Explicit and Auto axes.
+        self.mislabelled: frozenset[int] = frozenset()
         self.build: Builder
         self._mapping, self._out_mapping = mappings
         self._lock = threading.Lock()
@@ -151,29 +164,122 @@ class Program:
                 arrays[n].delete()
             if self.empty:
                 out = place_leaves([o.path for o in self.outputs], out, self.empty)
+            out = [_in_host_memory(x) if n in self.mislabelled else x for n, x in enumerate(out)]
         return self.build(out)
+
+    @property
+    def has_host_outputs(self) -> bool:
+        """Whether something was traced into host memory."""
+        return any(o.memory_kind != "device" for o in self.outputs)
 
     def trace(self, values: Sequence[Any]) -> None:
         """Trace, once, and find what the compiler would silently get wrong: raises, or warns."""
         with self._one_thread():
-            if self.jitted is not None:
+            if self._jaxpr is not None:
                 return
             jaxpr = jax.jit(self._flat).trace(*values).jaxpr
             get = self._function.get
             check_closed_over(self.name, get and get(), jaxpr.consts)
             warning = check_transfers(self.name, jaxpr.jaxpr, values, self.mesh)
             check_constraints(self.name, jaxpr.jaxpr, values, self.mesh, [o.path for o in self.outputs])
-            if self.donate:
-                skipped = len(jaxpr.jaxpr.invars) - len(values)
-                sources = [frozenset(n - skipped for n in found) for found in elementwise_sources(jaxpr.jaxpr)]
-                pairs = zip(self.outputs, sources, strict=True)
-                self.outputs = [dataclasses.replace(o, sources=found) for o, found in pairs]
-            # `out_shardings` are known only now. JAX shares the trace.
-            asked = {} if all(s is None for s in self._out_shardings) else {"out_shardings": self._out_shardings}
-            donate = tuple(n for n in self.donate if n not in self.delete_after)
-            self.jitted = jax.jit(self._flat, **asked, **self._function.jit_kwargs, donate_argnums=donate)
+            skipped = len(jaxpr.jaxpr.invars) - len(values)
+            of, unplaced = (
+                [frozenset(n - skipped for n in found) for found in elementwise_sources(jaxpr.jaxpr, constrained)]
+                for constrained in (True, False)
+            )
+            found = zip(self.outputs, of, unplaced, strict=True)
+            self.outputs = [dataclasses.replace(o, sources=s, unplaced_sources=u) for o, s, u in found]
+            numbers = {v: n - skipped for n, v in enumerate(jaxpr.jaxpr.invars) if n >= skipped}
+            results = ((n, v) for n, v in enumerate(jaxpr.jaxpr.outvars) if not hasattr(v, "val"))
+            self._passed = {n: numbers[v] for n, v in results if v in numbers}
+            self._jaxpr = jaxpr
         if warning is not None:
             self._function.warn(warning)
+
+    def jitted_for(self, like: Mapping[int, NamedSharding]) -> Any:
+        """The traced function for ``jax.jit`` to run, with `places_of_arguments` for some outputs."""
+        key = tuple(like.items())
+        with self._one_thread():
+            if key not in self._variants:
+                wanted = {n: want for n, want in like.items() if self._has_to_be_placed(n, want)}
+                by_jit = {n: want for n, want in wanted.items() if _left_to_jit(self.outputs[n].aval, want)}
+                rest = [(n, want) for n, want in wanted.items() if n not in by_jit]
+                placed = [by_jit.get(n, want) for n, want in enumerate(self._out_shardings)]
+                # `out_shardings` are known only now. JAX shares the trace.
+                asked = {} if all(s is None for s in placed) else {"out_shardings": tuple(placed)}
+                donate = tuple(n for n in self.donate if n not in self.delete_after)
+                flat = self._constrained(rest) if rest else self._flat
+                self._variants[key] = jax.jit(flat, **asked, **self._function.jit_kwargs, donate_argnums=donate)
+            return self._variants[key]
+
+    def places_of_arguments(self, values: Sequence[Any]) -> dict[int, NamedSharding]:
+        """Where outputs go for these arguments' sake, by number.
+
+        One that no mapping places comes out like the argument that it replaces: of its type, and the only such one (or
+        the only donated one) that it is computed from element by element. Else a step whose arguments are its own
+        results would compile twice. An argument in host memory that is itself a result is moved only if it has to be.
+        """
+        if not self._outermost:
+            return {}
+        found: dict[int, NamedSharding] = {}
+        for n, o in enumerate(self.outputs):
+            passed = getattr(values[self._passed[n]], "sharding", None) if n in self._passed else None
+            if o.asked is None:
+                want = passed if n in self._passed else self._place_replaced(o, values)
+            elif n in self._passed and o.memory_kind != "device":
+                want = None if passed is not None and same_place(passed, o.asked, o.aval.ndim) else o.asked
+            else:
+                continue
+            if isinstance(want, NamedSharding):
+                found[n] = want
+        return found
+
+    def _has_to_be_placed(self, n: int, want: Any) -> bool:
+        """Whether an output that `places_of_arguments` tells of would come out otherwise if nothing were done."""
+        o = self.outputs[n]
+        return o.asked is not None or not (n in self._passed or _is_typed(o.aval, want))
+
+    def placed_by(self, n: int, like: Mapping[int, NamedSharding]) -> str:
+        """What decides where an output goes, in words."""
+        o = self.outputs[n]
+        if o.asked is not None:
+            return "as mapped"
+        if n in like:
+            return "as the argument that it replaces"
+        return "by its type" if self.known_place(n, like) is not None else CHOSEN
+
+    def known_place(self, n: int, like: Mapping[int, NamedSharding]) -> NamedSharding | None:
+        """Where an output goes, as far as it is known without compiling."""
+        o = self.outputs[n]
+        typed, mesh = o.aval.sharding, self.mesh
+        if mesh is not None and typed.mesh.shape == mesh.shape and set(mesh.axis_types) == {AxisType.Explicit}:
+            by_type = NamedSharding(mesh, typed.spec, memory_kind=None if o.memory_kind == "device" else o.memory_kind)
+        else:
+            by_type = None
+        return o.asked or like.get(n) or by_type
+
+    def _place_replaced(self, o: Output, values: Sequence[Any]) -> NamedSharding | None:
+        if not o.aval.size or compat.is_key_array(o.aval):
+            return None
+        same = [n for n in o.unplaced_sources if n >= 0 and _has_type(values[n], o)]
+        places = {values[n].sharding for n in [n for n in same if n in self.donate] or same}
+        want = places.pop() if len(places) == 1 else None
+        if not isinstance(want, NamedSharding) or not isinstance(want.mesh, Mesh) or unreduced_axes(want):
+            return None
+        return want if want.mesh.size > 1 and self.mesh in (None, want.mesh) else None
+
+    def _constrained(self, wanted: Sequence[tuple[int, NamedSharding]]) -> Callable[..., tuple[Any, ...]]:
+        """The flat function, as traced, with constraints on some of its outputs."""
+        closed, paths = self._jaxpr, [o.path for o in self.outputs]
+        run = jaxpr_as_fun(closed)
+
+        def flat(*values: Any) -> tuple[Any, ...]:
+            return tuple(place_leaves(paths, run(*values), wanted))
+
+        for name in ("__name__", "__qualname__", "__signature__", "__wrapped__"):
+            if hasattr(self._flat, name):
+                setattr(flat, name, getattr(self._flat, name))
+        return flat
 
     @contextlib.contextmanager
     def _one_thread(self) -> Generator[None, None, None]:
@@ -235,14 +341,15 @@ class Program:
     def _constrain(
         self, paths: Sequence[str], leaves: list[Any], asked: dict[int, NamedSharding]
     ) -> tuple[list[Any], set[int]]:
-        """Constrain what is not left to ``out_shardings``; returns all leaves, and the numbers of those that are.
+        """Constrain what is not left to ``out_shardings``, which cost less; returns all leaves, and those left to it.
 
-        Constraints cost more, and on mixed meshes they don't keep a result in host memory.
+        Arguments in host memory wait until it is known where they are.
         """
-        by_jit = {i for i, want in asked.items() if self._outermost and _left_to_jit(leaves[i], want)}
-        if constrained := [(i, want) for i, want in asked.items() if i not in by_jit]:
-            leaves = place_leaves(paths, leaves, constrained)
-        return leaves, by_jit | {i for i, want in constrained if self._outermost and _kept_in_memory(leaves[i], want)}
+        traced = {i: jax.typeof(leaves[i]) for i in asked if self._outermost and isinstance(leaves[i], Tracer)}
+        by_jit = {i for i, aval in traced.items() if _left_to_jit(aval, asked[i])}
+        later = {i for i in traced if asked[i].memory_kind == "pinned_host" and compat.is_argument(leaves[i])}
+        constrained = [(i, want) for i, want in asked.items() if i not in by_jit | later]
+        return place_leaves(paths, leaves, constrained) if constrained else leaves, by_jit
 
     def _choose_builder(self, treedef: PyTreeDef, statics: Sequence[Any], indices: Sequence[int]) -> None:
         """The faster way to build the result is prepared at its second use: many functions are called once."""
@@ -257,37 +364,32 @@ class Program:
 
         self.build = first
 
-    def check_memory(self, values: Sequence[Any]) -> None:
+    def check_memory(self, compiled: Any) -> None:
         """Raise `OffloadError` if a result that was traced into host memory would come out of it elsewhere."""
-        outputs = enumerate(self.outputs)
-        meant = [(n, o) for n, o in outputs if o.memory_kind != "device" and not compat.is_key_array(o.aval)]
-        if not meant or any(isinstance(x, Tracer) for x in values):
-            return
-        compiled = self.jitted.lower(*values).compile()
-        got = jax.tree_util.tree_leaves(compiled.output_shardings)
-        # A compiler that ignores host memory still reports the shardings that it was asked for.
-        in_hlo = compat.HOST_IN_HLO in (compiled.as_text() or "")
-        kinds = [(o, got[n].memory_kind if in_hlo else "device") for n, o in meant]
-        wrong = [f"{o.path}: in {kind!r}, wanted in {o.memory_kind!r}" for o, kind in kinds if kind != o.memory_kind]
+        meant = [(n, o) for n, o in enumerate(self.outputs) if o.memory_kind != "device"]
+        # What JAX says of outputs is what was asked for, or, on meshes with Explicit and Auto axes, forgotten.
+        kinds, said = compat.output_memory_kinds(compiled), jax.tree_util.tree_leaves(compiled.output_shardings)
+        self.mislabelled = frozenset(n for n, o in meant if kinds[n] == o.memory_kind != said[n].memory_kind)
+        wrong = [
+            f"{o.path}: in {kinds[n]!r}, wanted in {o.memory_kind!r}" for n, o in meant if kinds[n] != o.memory_kind
+        ]
         if wrong:
             raise OffloadError(
                 f"{self.name}: {count_of(len(wrong), len(self.outputs))} traced into host memory would come out of the"
                 " compiled program elsewhere",
                 wrong,
-                fix=_lost_memory_fix(self.mesh),
+                fix="use a newer jaxlib, or do not offload on this backend",
             )
 
     def check_places(self, out: Sequence[Any]) -> None:
         """Warn if the outputs of a run have other shardings than their mapping asks for."""
         lines: list[str] = []
-        for x, output in zip(out, self.outputs, strict=True):
+        for n, (x, output) in enumerate(zip(out, self.outputs, strict=True)):
             asked = output.asked
             if asked is None or not x.size or isinstance(x, Tracer) or not isinstance(asked.mesh, Mesh):
                 continue
-            have = x.sharding
-            if have.memory_kind != asked.memory_kind:
-                lines.append(f"{output.path}: in memory {have.memory_kind!r}, but {asked.memory_kind!r} was asked for")
-            elif not have.is_equivalent_to(asked, x.ndim):
+            have = x.sharding.with_memory_kind("pinned_host") if n in self.mislabelled else x.sharding
+            if not have.is_equivalent_to(asked, x.ndim):
                 lines.append(f"{output.path}: {getattr(have, 'spec', have)}, but its mapping asks for {asked.spec}")
         if lines:
             self._function.warn(
@@ -295,15 +397,6 @@ class Program:
                 lines,
                 fix="move the result after the call with ns.shard",
             )
-
-
-def _lost_memory_fix(mesh: MeshLike | None) -> str:
-    if mesh is not None and {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types):
-        return (
-            "name their axes in a mapping: on a mesh of Explicit and Auto axes, JAX forgets the memory of results that"
-            " no Auto axis splits"
-        )
-    return "use a newer jaxlib, or do not offload on this backend"
 
 
 class _Path(str):
@@ -319,23 +412,37 @@ def _is_output_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-def _left_to_jit(x: Any, want: NamedSharding) -> bool:
+def _left_to_jit(aval: Any, want: NamedSharding) -> bool:
     """Whether ``out_shardings`` do what a constraint would; they cost less to trace and to compile."""
-    odd = isinstance(x, Tracer) and (not x.size or compat.is_key_array(x) or scrambled(x.dtype))
-    if not isinstance(x, Tracer) or odd or want.memory_kind not in (None, "device"):
+    if not aval.size or compat.is_key_array(aval) or scrambled(aval.dtype):
         return False
-    typed_for = jax.typeof(x).sharding.mesh
-    meshes = (want.mesh, typed_for, *filter(None, [compat.abstract_context_mesh()]))
+    if want.memory_kind not in (None, "device"):
+        # XLA would let the hosts exchange shards.
+        return False
+    meshes = (want.mesh, aval.sharding.mesh, *filter(None, [compat.abstract_context_mesh()]))
     return isinstance(want.mesh, Mesh) and all(set(m.axis_types) <= {AxisType.Auto} for m in meshes)
 
 
-def _kept_in_memory(x: Any, want: NamedSharding) -> bool:
-    """Whether only ``out_shardings`` keep a result in host memory: one that is split over no Auto axis of the mesh.
+def _is_typed(aval: Any, want: NamedSharding) -> bool:
+    """Whether an array's type has this sharding already, on Explicit axes only."""
+    explicit = set(want.mesh.axis_types) == {AxisType.Explicit}
+    return (
+        explicit
+        and not aval.sharding.mesh.empty
+        and aval.sharding.is_equivalent_to(NamedSharding(aval.sharding.mesh, want.spec), aval.ndim)
+    )
 
-    JAX makes the sharding of such a result from its type, and forgets the memory.
-    """
-    on_host = isinstance(x, Tracer) and want.memory_kind not in (None, "device")
-    return on_host and isinstance(want.mesh, Mesh) and compat.any_explicit(want.mesh)
+
+def _has_type(x: Any, o: Output) -> bool:
+    have = getattr(x, "sharding", None)
+    same = (x.shape, x.dtype) == (o.aval.shape, o.aval.dtype)
+    return same and have is not None and (have.memory_kind or "device") == o.memory_kind
+
+
+def _in_host_memory(x: jax.Array) -> jax.Array:
+    """The same shards, by the memory that they are in."""
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding.with_memory_kind("pinned_host"), shards)
 
 
 def _asked(leaves: Sequence[Leaf], treedef: PyTreeDef, out_mapping: AxisMapping | None) -> dict[int, NamedSharding]:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from namedshard._errors import MismatchError, message
 from namedshard._jit.arguments import compare, mismatch_message
 from namedshard._jit.donation import check_not_deleted, check_shared, is_concrete
-from namedshard._jit.program import Output
+from namedshard._jit.program import CHOSEN, Output
 from namedshard._jit.signature import same_structure, static_key
 from namedshard._jit.store import CallPlan
 from namedshard._place.route import placement_of
@@ -22,6 +22,17 @@ from namedshard._plan.mesh import require_attached
 def mesh_of(x: Any) -> Any:
     """The mesh that a sharding, or the sharding of a ``jax.ShapeDtypeStruct``, is over."""
     return getattr(x.sharding if isinstance(x, jax.ShapeDtypeStruct) else x, "mesh", None)
+
+
+def _given(stage: Any) -> list[Any]:
+    """The shardings of a compiled program's arguments; None stands for those that nothing depends on."""
+    return jax.tree_util.tree_leaves(stage.input_shardings, is_leaf=lambda x: x is None)
+
+
+def _place_text(sharding: Any) -> str:
+    if sharding is None:
+        return "not used"
+    return f"{getattr(sharding, 'spec', sharding)} in {sharding.memory_kind or 'device'!r}"
 
 
 class _Stage:
@@ -110,11 +121,9 @@ class Compiled(_Stage):
         return TypeError(message(headline, lines, fix="lower it again for these arguments"))
 
     def _check_places(self, values: Sequence[Any]) -> None:
-        # None stands for arguments that nothing depends on.
-        wanted = jax.tree_util.tree_leaves(self._stage.input_shardings, is_leaf=lambda x: x is None)
         found = [
             compare(path, x, want, want.mesh, want)
-            for path, want, x in zip(self._program.paths, wanted, values, strict=True)
+            for path, want, x in zip(self._program.paths, _given(self._stage), values, strict=True)
             if getattr(x, "committed", False) and isinstance(want, NamedSharding) and isinstance(want.mesh, Mesh)
         ]
         if found := [mismatch for mismatch in found if mismatch is not None]:
@@ -123,20 +132,26 @@ class Compiled(_Stage):
 
     def outputs(self) -> tuple[Output, ...]:
         """For each array output, what its mapping asks for and where it comes out."""
+        program = self._program
         got = jax.tree_util.tree_leaves(self._stage.output_shardings)
-        for n, want in self._program.empty:
+        for n, want in program.empty:
             got[n] = want
-        return tuple(dataclasses.replace(o, got=s) for o, s in zip(self._program.outputs, got, strict=True))
+        for n in program.mislabelled:
+            got[n] = got[n].with_memory_kind("pinned_host")
+        return tuple(
+            dataclasses.replace(o, got=s, by=program.placed_by(n, self._call.like))
+            for n, (o, s) in enumerate(zip(program.outputs, got, strict=True))
+        )
 
     def explain(self) -> str:
-        """Each output in a line: its path, the spec it comes out with, and who decided."""
-        placements = self.outputs()
-        chosen = sum(p.asked is None for p in placements)
-        by = ["chosen by the compiler" if p.asked is None else "as mapped" for p in placements]
-        lines = [f"{p.path}: {getattr(p.got, 'spec', p.got)} ({who})" for p, who in zip(placements, by, strict=True)]
-        noun = f"output{'' if len(placements) == 1 else 's'} {'has' if chosen == 1 else 'have'}"
-        headline = f"{self._program.name}: {chosen} of {len(placements)} {noun} no mapping"
-        return message(headline + (", so the compiler chose" if chosen else ""), lines)
+        """Each argument and each output in a line: its path, spec and memory kind, and who decided on the output's."""
+        arguments = zip(self._program.paths, _given(self._stage), strict=True)
+        outputs = self.outputs()
+        chosen = sum(o.by == CHOSEN for o in outputs)
+        lines = [f"argument {path}: {_place_text(s)}" for path, s in arguments]
+        lines += [f"output {o.path}: {_place_text(o.got)}, {o.by}" for o in outputs]
+        noun = f"output{'' if len(outputs) == 1 else 's'} {'is' if chosen == 1 else 'are'}"
+        return message(f"{self._program.name}: {chosen} of {len(outputs)} {noun} placed by the compiler", lines)
 
 
 class Lowered(_Stage):
@@ -146,4 +161,6 @@ class Lowered(_Stage):
         """Compile it."""
         with self._program.counting():
             stage = self._stage.compile(compiler_options)
+        if self._program.has_host_outputs:
+            self._program.check_memory(stage)
         return Compiled(stage, self._call, self._prefix, self._bound)

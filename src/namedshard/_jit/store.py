@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -69,6 +69,9 @@ class CallPlan:
     reshards: tuple[int, ...]
     # The program's.
     held: Held | None
+    # What to run once it is traced, and where outputs go because of where these arguments are.
+    jitted: Any = None
+    like: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict)
     has_run: bool = False
     # Consecutive calls that moved ``reshards``, and the number of the last run.
     streak: int = 0

@@ -198,8 +198,16 @@ def _has_auto_entries(target: NamedSharding) -> bool:
 _MIXING = ("conv_general_dilated", "dot_general", "gather", "ragged_dot_general", "rev", "sort", "transpose")
 
 
-def elementwise_sources(jaxpr: Any) -> list[frozenset[int]]:
-    """For each output of a jaxpr, the numbers of the inputs of its shape that it's computed from element by element."""
+def _is_constraint(eqn: Any) -> bool:
+    to_sharding = any(isinstance(target, Sharding) for target in eqn.params.get("devices", ()))
+    return to_sharding or eqn.primitive.name in ("sharding_constraint", "reshard")
+
+
+def elementwise_sources(jaxpr: Any, constrained: bool = True) -> list[frozenset[int]]:
+    """For each output of a jaxpr, the numbers of the inputs of its shape that it's computed from element by element.
+
+    ``constrained``: also by way of sharding constraints.
+    """
     sources = {v: frozenset([n]) for n, v in enumerate(jaxpr.invars)}
 
     def of(atom: Any) -> frozenset[int]:
@@ -209,10 +217,11 @@ def elementwise_sources(jaxpr: Any) -> list[frozenset[int]]:
     for eqn in jaxpr.eqns:
         inner = compat.called(eqn)
         if inner is not None:
-            through = elementwise_sources(getattr(inner, "jaxpr", inner))
+            through = elementwise_sources(getattr(inner, "jaxpr", inner), constrained)
             found = [frozenset[int]().union(*(of(eqn.invars[i]) for i in numbers)) for numbers in through]
         else:
-            passed = [] if eqn.primitive.name in _MIXING else eqn.invars
+            stops = eqn.primitive.name in _MIXING or (not constrained and _is_constraint(eqn))
+            passed = [] if stops else eqn.invars
             found = [
                 frozenset[int]().union(*(of(v) for v in passed if v.aval.shape == o.aval.shape)) for o in eqn.outvars
             ]

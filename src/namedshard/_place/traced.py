@@ -22,6 +22,10 @@ def scrambled(dtype: Any) -> bool:
     return dtype in (jnp.int2, jnp.uint2)
 
 
+def _is_on_host(x: Any) -> bool:
+    return compat.memory_kind_of_traced(x) == "pinned_host"
+
+
 def _only(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
     """A spec without the mesh axes that are not among these."""
     return PartitionSpec(*(spec_entry([n for n in axis_names(entry) if n in names]) for entry in spec))
@@ -48,8 +52,10 @@ def _constrain(x: Any, mesh: MeshLike, spec: PartitionSpec, *, is_argument: bool
         typed = foreign is not None and foreign != abstract and compat.any_explicit(foreign)
         with jax.sharding.use_abstract_mesh(abstract) if typed else contextlib.nullcontext():
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    if isinstance(mesh, Mesh) and not has_devices and compat.abstract_context_mesh() is None:
-        # Without a context mesh, only an Auto constraint tells the compiler which devices are meant.
+    on_host = auto and _is_on_host(x)
+    if isinstance(mesh, Mesh) and (on_host or not (has_devices or compat.abstract_context_mesh())):
+        # In host memory, only a constraint to the whole spec makes TPU compilers shard the value before its transfer;
+        # without a context mesh, only an Auto one tells the compiler which devices are meant.
         x = jax.lax.with_sharding_constraint(x, NamedSharding(compat.twin(mesh, AxisType.Auto), spec))
     if not auto:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
@@ -78,6 +84,13 @@ def check_mixed(work: Sequence[Move], total: int) -> None:
         )
 
 
+def _on_device(x: Any) -> Any:
+    """A traced array brought from host memory to the device, in the shards that it has there."""
+    # Without a barrier, TPU compilers give what comes in the sharding that is asked for later, and then let the hosts
+    # exchange shards over their network, or fail.
+    return jax.lax.optimization_barrier(jax.device_put(x, jax.memory.Space.Device))
+
+
 def constrain_traced(work: Sequence[Move], manual: frozenset[str]) -> None:
     """Carry out the moves of traced arrays; ``manual`` are the mesh axes of an enclosing ``shard_map``."""
     staging = compat.staging()
@@ -85,9 +98,11 @@ def constrain_traced(work: Sequence[Move], manual: frozenset[str]) -> None:
     for move in work:
         mesh = context if manual and context is not None else move.want.mesh
         x = move.value if isinstance(move.value, jax.Array) else jnp.array(move.value, native_dtype(move.value.dtype))
-        if move.now.memory_kind != "device":
-            # Collectives run on the device only: an array in host memory comes in, is moved, and goes back.
-            x = jax.device_put(x, jax.memory.Space.Device)
+        to_host = move.want.memory_kind == "pinned_host"
+        # Collectives run on the device only. What was computed reaches host memory sharded as it is constrained there;
+        # an argument comes in, is moved, and goes back.
+        if move.now.memory_kind != "device" and (not to_host or compat.is_argument(x) or scrambled(x.dtype)):
+            x = _on_device(x)
         if set(mesh.axis_names) - manual:
             spec = _only(move.want.spec, set(move.want.mesh.axis_names) - manual)
             try:
@@ -101,7 +116,7 @@ def constrain_traced(work: Sequence[Move], manual: frozenset[str]) -> None:
                     str(error).splitlines()[:1],
                     fix="shard the arrays before the vmap or grad, or put it in jit",
                 ) from error
-        move.result = jax.device_put(x, jax.memory.Space.Host) if move.want.memory_kind == "pinned_host" else x
+        move.result = jax.device_put(x, jax.memory.Space.Host) if to_host and not _is_on_host(x) else x
 
 
 def check_traced_kind(memory_kind: str | None) -> None:
@@ -117,4 +132,6 @@ def change_traced_memory(x: Any, memory_kind: str) -> Any:
     """A traced array (or a host array, while tracing) in another memory kind."""
     check_traced_kind(memory_kind)
     x = x if isinstance(x, jax.Array) else jnp.array(x, jax_dtype(x.dtype))
+    if memory_kind != "pinned_host" and _is_on_host(x):
+        return _on_device(x)
     return jax.device_put(x, compat.space_of_kind(memory_kind))
