@@ -30,7 +30,9 @@ from namedshard._errors import (
     PlanError,
     SettingError,
     StaticArgumentError,
+    TopologyError,
     TracedMoveError,
+    UnattachedDevicesError,
     UnsupportedArrayError,
 )
 from namedshard._explain.explain import explain
@@ -52,6 +54,7 @@ from namedshard._safetensors.header import TensorInfo
 from namedshard._safetensors.index import read_header
 from namedshard._safetensors.load import load_safetensors
 from namedshard._safetensors.save import save_safetensors
+from namedshard._topology import topology_mesh
 
 __all__ = [
     "AmbiguousMeshError",
@@ -97,8 +100,10 @@ __all__ = [
     "SettingError",
     "StaticArgumentError",
     "TensorInfo",
+    "TopologyError",
     "Totals",
     "TracedMoveError",
+    "UnattachedDevicesError",
     "UnsupportedArrayError",
     "auto_sharded",
     "axis_mapping",
@@ -125,5 +130,6 @@ __all__ = [
     "sharding_for",
     "testing",
     "to_host",
+    "topology_mesh",
     "with_mapping",
 ]

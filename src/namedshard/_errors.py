@@ -60,6 +60,10 @@ class MixedAxesError(PlanError):
     """One array dimension is mapped to both Auto and Explicit mesh axes, which tracing cannot express."""
 
 
+class TopologyError(PlanError):
+    """A topology is unknown, its compiler isn't installed, or a mesh's axes don't fit it."""
+
+
 class PlaceError(NamedShardError, ValueError):
     """An array cannot be moved where the plan wants it."""
 
@@ -78,6 +82,10 @@ class MemoryKindError(PlaceError):
 
 class TracedMoveError(PlaceError):
     """A traced array was asked to leave the devices it is traced for. JAX ignores such moves without a word."""
+
+
+class UnattachedDevicesError(PlaceError):
+    """Devices of a topology, which are for compiling only, were to run something or to hold data."""
 
 
 class MismatchError(PlaceError):

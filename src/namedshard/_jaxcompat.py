@@ -21,6 +21,7 @@ from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import _jax
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -68,7 +69,20 @@ def staging() -> bool:
     """
     if _core.trace_state_clean():
         return False
-    return isinstance(jax.lax.full((), False), Tracer)
+    # The devices of the mesh in context may not be attached.
+    with _without_mesh():
+        return isinstance(jax.lax.full((), False), Tracer)
+
+
+@contextlib.contextmanager
+def _without_mesh() -> Generator[None, None, None]:
+    abstract = _holders.abstract_mesh_context_manager.swap_local(_EMPTY_ABSTRACT_MESH)
+    concrete = _holders.device_context.swap_local(_EMPTY_MESH)
+    try:
+        yield
+    finally:
+        _holders.abstract_mesh_context_manager.set_local(abstract)
+        _holders.device_context.set_local(concrete)
 
 
 @contextlib.contextmanager
@@ -78,14 +92,8 @@ def no_context_mesh() -> Generator[None, None, None]:
     JAX refuses some moves whose device order differs from the context mesh's, and ``jax.set_mesh`` itself refuses to
     run under eager ``vmap`` and ``grad``.
     """
-    with contextlib.nullcontext() if _core.trace_state_clean() else jax.ensure_compile_time_eval():
-        abstract = _holders.abstract_mesh_context_manager.swap_local(_EMPTY_ABSTRACT_MESH)
-        concrete = _holders.device_context.swap_local(_EMPTY_MESH)
-        try:
-            yield
-        finally:
-            _holders.abstract_mesh_context_manager.set_local(abstract)
-            _holders.device_context.set_local(concrete)
+    with contextlib.nullcontext() if _core.trace_state_clean() else jax.ensure_compile_time_eval(), _without_mesh():
+        yield
 
 
 @contextlib.contextmanager
@@ -134,6 +142,11 @@ def is_key_array(x: Any) -> bool:
 def device_order(sharding: jax.sharding.Sharding) -> tuple[Device, ...]:
     """A sharding's devices in its own order; the public ``device_set`` forgets the order."""
     return tuple(sharding._device_assignment)  # pyright: ignore[reportPrivateUsage]
+
+
+def is_attached(device: Device) -> bool:
+    """Whether a device can run programs: those of a topology are only compiled for."""
+    return not isinstance(device.client, _jax.CompileOnlyPyClient)
 
 
 def user_source(eqn: Any) -> str:

@@ -19,7 +19,7 @@ from namedshard._place.local import change_memory
 from namedshard._place.shard import check_memory_kind, shard
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
-from namedshard._plan.mesh import MeshLike, resolve_mesh
+from namedshard._plan.mesh import MeshLike, is_unattached, require_attached, resolve_mesh
 from namedshard._processes.coordination import refuse_compiled
 from namedshard._types import Tracer
 
@@ -123,7 +123,7 @@ def init(
         *args: Its arguments. With a ``jax.ShapeDtypeStruct`` among them nothing is computed.
         mapping: Named axis → mesh axes; defaults to the one in context (`axis_mapping`).
         mesh: A ``jax.sharding.Mesh``; defaults to the one in context, else that of the arguments. With an
-            ``AbstractMesh`` nothing is computed.
+            ``AbstractMesh`` or a `topology_mesh` nothing is computed.
         memory_kind: The memory kind of all arrays: ``"device"``, ``"pinned_host"``, ...; with None each has the one
             that ``fn`` gives it.
         exact: Run ``fn`` eagerly on one device and shard the result leaf by leaf.
@@ -170,7 +170,8 @@ def init(
         refuse_compiled("init", request.arrays, where)
         if isinstance(where, Mesh) and memory_kind is not None:
             check_memory_kind(where, memory_kind)
-        if isinstance(where, AbstractMesh) or any(isinstance(x, jax.ShapeDtypeStruct) for x in request.arrays):
+        structs = isinstance(where, AbstractMesh) or is_unattached(where)
+        if structs or any(isinstance(x, jax.ShapeDtypeStruct) for x in request.arrays):
             tree = _described(request, found, where, memory_kind)
         elif exact:
             tree, extra = _eager(request, found, where, memory_kind)
@@ -295,6 +296,7 @@ class CompiledInit:
         Raises:
             TypeError: The arguments have another structure or other types than those it was lowered for.
             DeletedArrayError: An argument was donated or deleted.
+            UnattachedDevicesError: It was compiled for a `topology_mesh`.
         """
         request = Request.of(self._fn, args, kwargs)
         was, now = self._types, request.types()
@@ -304,6 +306,7 @@ class CompiledInit:
             fix = "pass arguments of the same types, or lower again"
             raise TypeError(message("init: the arguments differ from those it was lowered for", lines, fix=fix))
         request.check()
+        require_attached("init", self._recipe.mesh)
         refuse_compiled("init", request.arrays, self._recipe.mesh)
         run = Run(self._recipe, request.arrays)
         return jax.tree_util.tree_unflatten(self._recipe.traced.treedef, run.leaves(self._by_key))

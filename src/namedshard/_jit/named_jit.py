@@ -24,7 +24,7 @@ from namedshard._jit.signature import (
     signature,
     static_key,
 )
-from namedshard._jit.stages import Lowered
+from namedshard._jit.stages import Lowered, mesh_of
 from namedshard._jit.store import (
     CallPlan,
     OnMismatch,
@@ -37,7 +37,7 @@ from namedshard._jit.store import (
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
-from namedshard._plan.mesh import MeshLike, context_mesh, describe
+from namedshard._plan.mesh import MeshLike, context_mesh, describe, require_attached
 from namedshard._processes.coordination import EXCHANGE_FAILURE, refuse_compiled
 from namedshard._types import PyTree, PyTreeDef, Tracer
 
@@ -78,7 +78,7 @@ class NamedJit:
         store = self._store
         if EXCHANGE_FAILURE:
             refuse_compiled(self._name, jax.tree_util.tree_leaves((*self._prefix, args, kwargs)), context_mesh())
-        call, leaves = self._find(args, kwargs)
+        call, leaves = self._find(args, kwargs, runs=True)
         program = call.program
         arrays = program.select(leaves)
         if compat.CRASHES_ON_DELETED or call.moves or not call.has_run:
@@ -86,6 +86,7 @@ class NamedJit:
         if program.donate:
             check_shared(program, arrays)
         if not call.has_run:
+            require_attached(self._name, program.mesh, *map(mesh_of, arrays))
             self._require_devices(program.mesh)
             self._trace(call, arrays)
         if call.moves:
@@ -100,7 +101,7 @@ class NamedJit:
         unfinished = program.empty or program.delete_after or program.mislabelled
         return program.finish(arrays, out) if unfinished else program.build(out)
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Any]]:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, runs: bool = False) -> tuple[CallPlan, list[Any]]:
         """What to do for these arguments, and their leaves."""
         store = self._store
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
@@ -130,6 +131,8 @@ class NamedJit:
                 call = store.calls.get(key)
         if call is None:
             assert key is not None
+            if runs:
+                require_attached(self._name, context_mesh(), *map(mesh_of, leaves))
             call = self._plan(treedef, key, args, kwargs)
         if key is not None:
             self._last = now, call

@@ -1,6 +1,7 @@
 """What `named_jit`'s ``lower`` gives: JAX's own stages, called with the user's arguments."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,12 @@ from namedshard._jit.signature import same_structure, static_key
 from namedshard._jit.store import CallPlan
 from namedshard._place.route import placement_of
 from namedshard._place.shard import place_leaves
+from namedshard._plan.mesh import require_attached
+
+
+def mesh_of(x: Any) -> Any:
+    """The mesh that a sharding, or the sharding of a ``jax.ShapeDtypeStruct``, is over."""
+    return getattr(x.sharding if isinstance(x, jax.ShapeDtypeStruct) else x, "mesh", None)
 
 
 def _given(stage: Any) -> list[Any]:
@@ -53,8 +60,10 @@ class Compiled(_Stage):
                 lowered for.
             MismatchError: Committed arguments are not placed as it needs them.
             DonationError: A donated argument is passed twice, or was donated before.
+            UnattachedDevicesError: It was compiled for a `topology_mesh`.
         """
         program, reshards = self._program, self._call.reshards
+        require_attached(program.name, self._mesh)
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, (*self._bound, *args), kwargs))
         self._check_structure(leaves, treedef)
         arrays = program.select(leaves)
@@ -75,6 +84,12 @@ class Compiled(_Stage):
             self._check_places(values)
             raise
         return program.finish(values, out)
+
+    @functools.cached_property
+    def _mesh(self) -> Any:
+        """The mesh it was lowered for, in context or by its arguments."""
+        places = jax.tree_util.tree_leaves((self._stage.input_shardings, self._stage.output_shardings))
+        return next((m for m in (self._program.mesh, *map(mesh_of, places)) if m is not None), None)
 
     def _check_structure(self, leaves: Sequence[Any], treedef: Any) -> None:
         program = self._program

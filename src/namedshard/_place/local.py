@@ -16,6 +16,7 @@ from namedshard._place.route import Move, Route, placement_of, unreduced_axes
 from namedshard._place.traced import change_traced_memory, constrain_traced, scrambled
 from namedshard._plan.leaves import jax_dtype
 from namedshard._plan.mapping import plain_spec
+from namedshard._plan.mesh import require_attached
 from namedshard._types import Bounds
 
 SMALL_BYTES = 256 << 10
@@ -313,6 +314,7 @@ def change_memory(values: Sequence[Any], memory_kind: str, unplaced: Sharding | 
         else:
             sharding = x.sharding if now.committed else unplaced or _default_sharding()
             eager[key] = x, sharding.with_memory_kind(memory_kind)
+    require_attached("offload", *{getattr(sharding, "mesh", None) for _, sharding in eager.values()})
     if eager:
         with compat.no_context_mesh(), compat.keeping_bits(x.dtype for x, _ in eager.values()):
             results = jax.device_put([x for x, _ in eager.values()], [sharding for _, sharding in eager.values()])

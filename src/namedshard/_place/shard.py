@@ -28,7 +28,16 @@ from namedshard._place.route import (
 from namedshard._place.traced import check_mixed, check_traced_kind
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
-from namedshard._plan.mesh import MeshLike, context_mesh, describe, device_ids, manual_axes, require_mesh
+from namedshard._plan.mesh import (
+    MeshLike,
+    context_mesh,
+    describe,
+    device_ids,
+    is_unattached,
+    manual_axes,
+    require_attached,
+    require_mesh,
+)
 from namedshard._plan.plan import Plan, plan_leaves, with_policy
 from namedshard._types import Device, Tracer
 
@@ -103,6 +112,7 @@ def shard(
         UnsupportedArrayError: A leaf is a numpy masked array, or still to be summed with other processes.
         NarrowingError: A 64-bit integer on the host does not fit the 32 bits that JAX would keep.
         TracedMoveError: A traced array was asked to leave the devices it is traced for.
+        UnattachedDevicesError: An array with values was to move to the devices of a `topology_mesh`.
 
     Examples:
         >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
@@ -218,6 +228,7 @@ def _check(work: Sequence[Move], total: int, mesh: MeshLike | None = None) -> No
     """Everything that can be known to fail, before anything moves; with a mesh, also that traced arrays stay on it."""
     if gone := [m.path for m in work if m.now.kind == "array" and m.value.is_deleted()]:
         raise deleted_arrays("shard", gone, total)
+    require_attached("shard", *{m.want.mesh for m in work if m.route not in (Route.ANNOTATE, Route.KEEP)})
     check_movable("shard", ((m.path, m.value, m.now) for m in work), total)
     if traced := [m for m in work if m.route is Route.TRACED]:
         if mesh is not None:
@@ -227,15 +238,22 @@ def _check(work: Sequence[Move], total: int, mesh: MeshLike | None = None) -> No
 
 
 def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
-    """Raise `MemoryKindError` if this process's devices of a mesh lack a memory kind."""
-    check_memory_of([d for d in mesh.devices.flat if d.process_index == jax.process_index()], memory_kind)
+    """Raise `MemoryKindError` if the devices of a mesh, as far as this process can tell, lack a memory kind."""
+    process = None if is_unattached(mesh) else jax.process_index()
+    check_memory_of([d for d in mesh.devices.flat if process in (None, d.process_index)], memory_kind)
 
 
 def check_memory_of(devices: Sequence[Device], memory_kind: str) -> None:
     """The same for devices of one kind that belong to this process."""
     for device in devices[:1]:
         kinds = sorted(m.kind for m in device.addressable_memories())
-        if memory_kind not in kinds:
+        if not kinds and memory_kind != "device":
+            raise MemoryKindError(
+                f"memory kind {memory_kind!r} can't be asked of {device.platform} devices that aren't attached: JAX"
+                " describes their arrays without one",
+                fix='use "device", or compile where these devices are attached',
+            )
+        if kinds and memory_kind not in kinds:
             listed = ", ".join(map(repr, kinds))
             raise MemoryKindError(
                 f"memory kind {memory_kind!r} is not offered by {device.platform} devices, which have {listed}",

@@ -1,5 +1,6 @@
 """Which mesh: the one given, else the one in force."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -8,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import AmbiguousMeshError, NoMeshError
+from namedshard._errors import AmbiguousMeshError, NoMeshError, UnattachedDevicesError
 from namedshard._plan.mapping import thread_hint
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
@@ -67,6 +68,24 @@ def require_mesh(mesh: MeshLike | None, what: str = "") -> MeshLike:
     return where
 
 
+@functools.lru_cache(maxsize=256)
+def is_unattached(mesh: MeshLike | None) -> bool:
+    """Whether a mesh is over the devices of a topology, which are for compiling only."""
+    return isinstance(mesh, Mesh) and not mesh.empty and not compat.is_attached(mesh.devices.flat[0])
+
+
+def require_attached(what: str, *meshes: MeshLike | None) -> None:
+    """Raise `UnattachedDevicesError` if the devices of a mesh aren't attached, unless this is being compiled."""
+    for mesh in meshes:
+        if isinstance(mesh, Mesh) and is_unattached(mesh) and not compat.staging():
+            raise UnattachedDevicesError(
+                f"{what}: the mesh ({describe(mesh)}) is a topology, for compiling only: its {mesh.size}"
+                f" {mesh.devices.flat[0].device_kind} devices aren't attached",
+                fix="pass jax.ShapeDtypeStructs, which ns.init creates here, and compile with f.lower(...).compile();"
+                " to run, use a mesh of jax.devices()",
+            )
+
+
 def device_ids(mesh: Mesh) -> list[int]:
     """Device ids in the mesh's order."""
     return [d.id for d in mesh.devices.flat]
@@ -74,8 +93,8 @@ def device_ids(mesh: Mesh) -> list[int]:
 
 def reduce_mesh(mesh: MeshLike) -> tuple[Any, ...]:
     """Arguments of `restore_mesh`: JAX's devices can't be pickled."""
-    if not isinstance(mesh, Mesh):
-        return mesh, "", ()
+    if not isinstance(mesh, Mesh) or is_unattached(mesh):
+        return getattr(mesh, "abstract_mesh", mesh), "", ()
     return mesh.abstract_mesh, mesh.devices.flat[0].platform, device_ids(mesh)
 
 

@@ -20,7 +20,16 @@ from namedshard._safetensors.progress import Progress, reporting
 from namedshard._safetensors.ranges import ReadSettings, coalesce, plan_chunks
 from namedshard._safetensors.reader import Job, Read, ShardBuffer, execute_reads, limit_buffers
 from namedshard._safetensors.source import Opener, OpenFiles, open_source
-from namedshard._safetensors.targets import DTypes, LoadOptions, Missing, Narrow, Target, Unexpected, resolve_targets
+from namedshard._safetensors.targets import (
+    DTypes,
+    LoadOptions,
+    Missing,
+    Narrow,
+    Target,
+    Unexpected,
+    check_attached,
+    resolve_targets,
+)
 from namedshard._types import Bounds
 
 
@@ -145,6 +154,7 @@ def _load(
 def load_with(opener: Opener, path: str | os.PathLike[str], like: PyTree, options: LoadOptions) -> PyTree:
     """`load_safetensors` from any source of bytes."""
     where = os.fspath(path)
+    check_attached(like, options.mesh)
     limit = parse_bytes(options.budget)
     with OpenFiles(opener) as files:
         targets = resolve_targets(like, find_tensors(where, files), where, options)
@@ -208,6 +218,7 @@ def load_safetensors(  # noqa: PLR0913 - options of the public call; one object 
         NarrowingError: Values would be narrowed; all tensors are listed.
         PlanError: The tree cannot be sharded so; see `plan`.
         MemoryKindError: The devices do not offer the memory kind.
+        UnattachedDevicesError: The mesh is a `topology_mesh`; ``shard`` gives the structs of ``like`` their shardings.
 
     Examples:
         >>> import haliax as hax, jax, numpy as np, tempfile, namedshard as ns

@@ -17,7 +17,7 @@ from namedshard._place.shard import check_memory_kind, check_memory_of
 from namedshard._plan.best_effort import best_effort_spec
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, jax_dtype, named_leaves, native_dtype
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping
-from namedshard._plan.mesh import MeshLike, describe, require_mesh, resolve_mesh
+from namedshard._plan.mesh import MeshLike, describe, is_unattached, require_attached, require_mesh, resolve_mesh
 from namedshard._plan.plan import plan_leaves, with_policy
 from namedshard._safetensors.header import CODES, PACKED_BITS, TensorInfo
 from namedshard._safetensors.layout import Part, boxes_in
@@ -133,8 +133,17 @@ def _check_own(leaves: Sequence[Leaf], planned: Sequence[Sharding | None], mesh:
         )
 
 
+def check_attached(like: Any, given: MeshLike | None) -> None:
+    """Raise `UnattachedDevicesError` if the devices to load onto aren't attached."""
+    mesh = resolve_mesh(given)
+    structs = [x for x in jax.tree_util.tree_leaves(like) if isinstance(x, jax.ShapeDtypeStruct) and mesh is None]
+    require_attached("load_safetensors", mesh, *{getattr(x.sharding, "mesh", None) for x in structs})
+
+
 def _is_abstract(sharding: Any) -> bool:
-    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return isinstance(sharding.mesh, AbstractMesh) or is_unattached(sharding.mesh)
 
 
 def _resolve_concrete_mesh(given: MeshLike | None, *, needed: bool) -> Mesh | None:
