@@ -138,8 +138,8 @@ def _why_not_donatable(n: int, arrays: Sequence[Any], outputs: Sequence[Output])
         if n not in o.sources or x.dtype != o.aval.dtype or any(_fits(arrays[m], o) for m in o.sources):
             continue
         have = x.sharding
-        if have.memory_kind != o.memory_kind:
-            return f"memory kind {have.memory_kind!r}, but {o.path} is in {o.memory_kind!r}"
+        if (kind := have.memory_kind or "device") != o.memory_kind:
+            return f"memory kind {kind!r}, but {o.path} is in {o.memory_kind!r}"
         # The compiler may choose for an output that no mapping places; then the array fits.
         assert o.asked is not None
         return f"spec {getattr(have, 'spec', type(have).__name__)}, but {o.path} has {o.asked.spec}"
@@ -151,4 +151,4 @@ def _fits(x: Any, o: Output) -> bool:
     if isinstance(x, Tracer) or have is None or (o.aval.shape, o.aval.dtype) != (x.shape, x.dtype):
         return False
     same_shards = o.asked is None or have.shard_shape(x.shape) == o.asked.shard_shape(x.shape)
-    return have.memory_kind == o.memory_kind and same_shards
+    return (have.memory_kind or "device") == o.memory_kind and same_shards

@@ -19,7 +19,7 @@ from namedshard._place.local import change_memory, check_narrowing
 from namedshard._place.route import check_movable, placement_of
 from namedshard._place.shard import check_memory_of
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
-from namedshard._plan.mesh import context_mesh
+from namedshard._plan.mesh import context_mesh, require_attached
 from namedshard._types import Device, Tracer
 
 Where: TypeAlias = str | Callable[[str, Any], bool]
@@ -303,6 +303,7 @@ class _OffloadedOptimizer:
 
     def init(self, params: Any) -> Any:
         """The state of the wrapped transformation, with the chosen leaves in host memory."""
+        require_attached("offload_optimizer: init", context_mesh())
         state = self.inner.init(params)
         leaves = named_leaves(state)
         chosen = _candidates(leaves, self.where, self.min_size)
@@ -312,6 +313,7 @@ class _OffloadedOptimizer:
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """The update of the wrapped transformation on the device."""
+        require_attached("offload_optimizer: update", context_mesh())
         leaves, treedef = named_leaves(state), jax.tree_util.tree_structure(state)
         chosen = _candidates(leaves, self.where, self.min_size)
         if self.fit is not None:
