@@ -55,7 +55,7 @@ def steps(mesh: Mesh, axis: int) -> set[int]:
         ("v6e:4x4", {"data": 16}),
         ("v6e:4x8", {"model": 8, "data": 4}),
         ("v5e:16x16", {"data": 16, "model": 16}),
-        ("v5p:2x2x2", {"data": 8}),
+        ("v5p:2x4x4", {"a": 2, "b": 4, "c": 4}),
         ("v5p:4x4x4", {"a": 4, "b": 4, "c": 4}),
     ],
 )
