@@ -501,4 +501,4 @@ def test_one_process_has_no_coordination_client() -> None:
 def test_devices_of_this_process_are_attached() -> None:
     """Those of a topology, in tests/tpu, have a client of this class; this process's have another."""
     assert compat.is_attached(DEVICES[0])
-    assert isinstance(compat._jax.CompileOnlyPyClient, type)
+    assert isinstance(compat._jaxlib.CompileOnlyPyClient, type)

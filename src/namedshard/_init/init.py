@@ -229,8 +229,9 @@ def _compiled(
 
 def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
     traced = trace(request, mapping, mesh, memory_kind)
-    for kind in {output.kind for output in traced.outputs if output.kind is not None and isinstance(mesh, Mesh)}:
-        check_memory_kind(mesh, kind)
+    if isinstance(mesh, Mesh):
+        for kind in {output.kind for output in traced.outputs if output.kind is not None}:
+            check_memory_kind(mesh, kind)
     leaves = [
         output.value.update(sharding=output.place)
         if output.slot is not None and isinstance(output.place, NamedSharding)

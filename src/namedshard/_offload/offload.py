@@ -172,6 +172,7 @@ def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host",
         DeletedArrayError: A chosen array was donated or deleted before.
         UnsupportedArrayError: A chosen array is a numpy masked array.
         NarrowingError: A 64-bit integer in a numpy array does not fit the 32 bits that JAX would keep.
+        UnattachedDevicesError: An array with values was to be replicated over a `topology_mesh` in context.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns
