@@ -396,6 +396,27 @@ def test_what_memory_a_compiled_program_writes_to(types: tuple[str, str]) -> Non
     assert compat.output_memory_kinds(compiled) == ["device", "pinned_host", "pinned_host", "pinned_host"]
 
 
+def test_structs_in_host_memory() -> None:
+    one = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    seen: list[Any] = []
+
+    def look(x: Any) -> Any:
+        seen.append(compat.space_of_type(jax.typeof(x)))
+        return x
+
+    jax.jit(look).lower(struct := jax.ShapeDtypeStruct((2,), "float32", sharding=one))
+    jax.jit(look).lower(typed := compat.typed_struct(struct))
+    # `typed_struct` can go once both are the host's.
+    assert seen == [DEVICE, HOST]
+    assert typed.sharding.is_equivalent_to(one, 1)
+    assert compat.typed_struct(typed) is typed and compat.typed_struct(1) == 1
+    kinds = [compat.memory_kind_of_struct(s) for s in (struct, typed, jax.ShapeDtypeStruct((2,), "float32"))]
+    assert kinds == ["pinned_host", "pinned_host", None]
+    traced = jax.eval_shape(lambda: jax.device_put(jnp.zeros(2), HOST))
+    kept = "_memory_space" in jax.ShapeDtypeStruct.__slots__
+    assert compat.memory_kind_of_struct(traced) == ("pinned_host" if kept else None)
+
+
 def test_what_is_an_argument_of_a_trace() -> None:
     seen: list[bool] = []
 

@@ -7,6 +7,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -198,6 +199,48 @@ def test_an_argument_that_cannot_become_an_output() -> None:
         )
         # Nothing of that shape comes out: it is merely freed.
         assert float(ns.named_jit(lambda x: x.sum(), donate_args=(True,))(put("data", shape=(24, 2)))) == 47 * 24
+
+
+@pytest.mark.parametrize("donate", [(True, True, False), (True, True, True), (False, True, True)])
+def test_each_output_can_use_one_donated_leaf(donate: tuple[bool, ...]) -> None:
+    tx = optax.adam(1e-3)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), ns.offload(state, "mu|nu")
+
+    params = {name: put("data") for name in "vw"}
+    state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, NamedSharding(M8, P())), tx.init(params))
+    with jax.set_mesh(M8):
+        fn = ns.named_jit(step, donate_args=donate)
+        # One array donated twice would be another error.
+        grads = jax.tree.map(jnp.copy, params)
+        message = text(
+            "step: 4 donated argument leaves cannot become the output of the same shape",
+            *(
+                f"state[0].{name}['{w}']: memory kind 'device', but [1][0].{name}['{w}'] is in 'pinned_host'"
+                for name in ("mu", "nu")
+                for w in "vw"
+            ),
+            REUSE_FIX,
+        )
+        assert told(fn, params, state, grads) == message
+        with pytest.raises(ns.DonationError) as caught:
+            fn.lower(params, state, grads)
+        assert str(caught.value) == message
+
+
+def test_donated_leaves_find_their_outputs_among_many() -> None:
+    shapes = [(8, 8), (8, 4)]
+    xs = [put("data", shape=shapes[i % 2]) for i in range(40)]
+    with jax.set_mesh(M8):
+
+        def turned(xs):
+            return jax.lax.scan(lambda c, _: ([x + 1 for x in c], None), xs, None, length=2)[0][::-1]
+
+        out = ns.named_jit(turned, donate_args=True)(xs)
+    assert all(x.is_deleted() for x in xs)
+    assert [x.shape for x in out] == [shapes[i % 2] for i in range(40)][::-1]
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")

@@ -200,7 +200,7 @@ def test_results_without_elements_go_where_they_belong_all_the_same(where: Mesh)
 
 
 def test_a_result_that_came_out_otherwise_than_asked_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("namedshard._jit.program._left_to_jit", lambda *_: False)
+    monkeypatch.setattr("namedshard._jit.program.Program._left_to_jit", lambda *_: False)
     monkeypatch.setattr("namedshard._jit.program.place_leaves", lambda paths, values, wanted: values)
 
     def step(x):

@@ -201,9 +201,9 @@ def test_a_traced_init_counts_shards_where_types_tell_them() -> None:
                 "fit=3072 bytes per device cannot be counted while tracing: the shards of 2 of 3 leaves are not known\n"
                 "  [0].mu['w']\n"
                 "  [0].nu['w']\n"
-                "  fix: call init by itself, outside of jit, eval_shape and ns.init: the state gets the parameters'"
-                " shards there"
+                "  fix: create the state with ns.init(tx.init, params), which knows them"
             )
+            assert kinds(ns.init(optimizer.init, params)) == kinds(optimizer.init(params))
 
 
 def test_a_traced_init_of_what_fits_whole_needs_no_shards() -> None:

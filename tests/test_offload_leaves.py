@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from offloading import MAPPING, assert_same, kinds, message_of
-from support import M42, bits, na
+from support import M8, M42, bits, na
 
 import namedshard as ns
 
@@ -111,15 +112,14 @@ def test_deleted_leaves_are_named() -> None:
     )
 
 
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("budget", [None, 64])
-def test_states_of_numpy_arrays_end_in_host_memory(run: Any, budget: int | None) -> None:
+def test_states_of_numpy_arrays_end_in_host_memory(budget: int | None) -> None:
     params = {"w": jnp.linspace(0, 1, 16).reshape(4, 4), "b": jnp.ones(4)}
     plain = optax.adamw(1e-2)
     optimizer = ns.offload_optimizer(plain, budget=budget)
     _, state = plain.update(params, plain.init(params), params)
     state = jax.tree.map(np.asarray, state)
-    expected, got = run(plain.update)(params, state, params), run(optimizer.update)(params, state, params)
+    expected, got = plain.update(params, state, params), optimizer.update(params, state, params)
     assert_same(got, expected)
     found = kinds(got[1])
     assert {path: kind for path, kind in found.items() if kind == "device"} == {"[0].count": "device"}
@@ -127,6 +127,52 @@ def test_states_of_numpy_arrays_end_in_host_memory(run: Any, budget: int | None)
     closed_over = jax.jit(lambda p: optimizer.update(p, state, p))(params)
     assert_same(closed_over, jax.jit(lambda p: plain.update(p, state, p))(params))
     assert kinds(closed_over[1]) == found
+
+
+@pytest.mark.parametrize("budget", [None, 64])
+@pytest.mark.parametrize("wrong", ["numpy", "device", "structs"])
+def test_states_that_come_to_a_compiled_update_in_device_memory_are_named(wrong: str, budget: int | None) -> None:
+    params = {"w": jnp.ones((4, 4))}
+    optimizer = ns.offload_optimizer(optax.adam(1e-2), budget=budget)
+    right = optimizer.init(params)
+    state = {
+        "numpy": lambda: jax.tree.map(np.asarray, right),
+        "device": lambda: jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), right),
+        "structs": lambda: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), right),
+    }[wrong]()
+    step = ns.named_jit(optimizer.update, donate_args=(False, True))
+    text = (
+        "2 of 3 leaves that belong in host memory are in device memory at the update\n"
+        "  [0].mu['w']\n"
+        "  [0].nu['w']\n"
+        "  fix: create the state, or its structs, with ns.init(tx.init, params), since jax.eval_shape forgets"
+        " memory kinds; move a state that was loaded with ns.offload"
+    )
+    assert message_of(lambda: step.lower(params, state), ns.OffloadError) == text
+    assert message_of(lambda: jax.jit(optimizer.update).lower(params, state), ns.OffloadError) == text
+    if wrong != "structs":
+        assert message_of(lambda: step(params, state), ns.OffloadError) == text
+        assert_same(step(params, ns.offload(state)), optimizer.update(params, right))
+    structs = ns.init(optimizer.init, jax.eval_shape(lambda: params))
+    assert kinds(step.lower(params, structs).compile()(params, right)[1]) == kinds(right)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_states_that_would_not_fit_are_named(run: Any) -> None:
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    optimizer = ns.offload_optimizer(optax.adam(1e-2), fit="1KiB")
+    state = optimizer.init(params)
+    assert kinds(run(optimizer.update)(params, state)[1]) == kinds(state)
+    lost = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), state)
+    assert message_of(lambda: run(optimizer.update)(params, lost), ns.OffloadError) == (
+        "4 of 5 leaves that belong in host memory are in device memory at the update\n"
+        "  [0].mu['b']\n"
+        "  [0].mu['w']\n"
+        "  [0].nu['b']\n"
+        "  [0].nu['w']\n"
+        "  fix: create the state, or its structs, with ns.init(tx.init, params), since jax.eval_shape forgets"
+        " memory kinds; move a state that was loaded with ns.offload"
+    )
 
 
 def test_kinds_that_compiled_code_has_no_word_for() -> None:
@@ -151,3 +197,21 @@ def test_offloading_to_the_device_is_refused() -> None:
         "offload_optimizer cannot offload to memory kind 'device', where the state is without it\n"
         "  fix: use 'pinned_host', or the optimizer as it is"
     )
+
+
+def test_structs_of_eval_shape_keep_their_memory() -> None:
+    params = ns.shard({"w": na(jnp.ones((8, 4)), "embed mlp"), "b": jnp.ones(4)}, {"embed": "data"}, M8)
+    optimizer = ns.offload_optimizer(optax.adam(1e-2))
+    right = ns.init(optimizer.init, params, mapping={"embed": "data"}, mesh=M8)
+    structs = jax.eval_shape(optimizer.init, params)
+    with jax.set_mesh(M8):
+        step = ns.named_jit(optimizer.update, {"embed": "data"}, donate_args=(False, True))
+        for state in (structs, eqx.filter_eval_shape(optimizer.init, params), ns.shard(structs, {"embed": "data"})):
+            if "_memory_space" not in jax.ShapeDtypeStruct.__slots__:
+                # jax 0.10 forgets where it traced a result to.
+                assert "4 of 5 leaves" in message_of(lambda state=state: step.lower(params, state), ns.OffloadError)
+                continue
+            compiled = step.lower(params, state).compile()
+            given = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), right)
+            # Donated host memory isn't for the updates, which have the same shapes.
+            assert kinds(compiled(params, given)[1]) == kinds(right)

@@ -26,7 +26,7 @@ from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
 )
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from namedshard._types import Device, Tracer
 
@@ -127,6 +127,13 @@ def is_argument(x: Any) -> bool:
     return getattr(x, "parent", None) is None
 
 
+def memory_kind_of_struct(x: Any) -> str | None:
+    """The memory kind of a struct's sharding; without one, what ``jax.eval_shape`` found (jax 0.10 forgets it)."""
+    if x.sharding is not None:
+        return x.sharding.memory_kind
+    return "pinned_host" if getattr(x, "_memory_space", None) == jax.memory.Space.Host else None
+
+
 def is_key_array(x: Any) -> bool:
     """True for arrays of typed PRNG keys, whose bytes are reached only through ``jax.random.key_data``."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -225,6 +232,15 @@ def first_buffer(x: ArrayImpl) -> int:
 def space_of_type(aval: Any) -> Any:
     """The memory space that a type names."""
     return getattr(aval, "memory_space", DEVICE_SPACE)
+
+
+def typed_struct(x: Any) -> Any:
+    """A struct on one device by a `NamedSharding`: of a `SingleDeviceSharding`, a trace forgets the memory kind."""
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+    if not isinstance(sharding, SingleDeviceSharding) or sharding.memory_kind != "pinned_host":
+        return x
+    mesh = Mesh(np.array(list(sharding.device_set)), ("device",), axis_types=(AxisType.Auto,))
+    return x.update(sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind))
 
 
 def is_explicitly_sharded(aval: Any) -> bool:

@@ -236,6 +236,10 @@ def case_explain_shows_what_a_move_takes() -> None:
     told = str(ns.explain(named(x, "a b c"), mapping, where))
     equal("1 move crosses processes, with at most 64 MiB of a leaf on a device at a time" in told, True)
     equal("cross" in str(ns.explain(named(values(np.float32), "a b c"), mapping, where)), True)
+    in_place = ns.shard(named(x, "a b c"), mapping, where)
+    equal("cross" in str(ns.explain(in_place, mapping, where)), False)
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    equal("cross" in str(ns.explain(named(struct, "a b c"), mapping, where)), False)
 
 
 SAME_DEVICES = ("all", "transposed", "reversed", "interleaved", "replicated", "explicit, reversed", "mixed")

@@ -151,12 +151,13 @@ def _route(planned: LeafPlan, now: Placement, mesh: MeshLike, memory_kind: str |
     if now.kind == "array" and not isinstance(mesh, Mesh):
         return "needs devices", 0, False
     want = NamedSharding(mesh, planned.spec, memory_kind=memory_kind)
-    route = route_for(now, want, planned.shape).value
+    route = route_for(now, want, planned.shape)
     if now.kind == "traced" or not isinstance(mesh, Mesh):
-        return route, 0, False
+        return route.value, 0, False
+    moves = route not in (Route.KEEP, Route.ANNOTATE)
     devices = want.device_set | (now.sharding.device_set if now.kind == "array" and now.sharding else set())
-    across = len({d.process_index for d in devices}) > 1
-    return route, transient_bytes(now, want, planned.shape, planned.dtype.itemsize), across
+    across = moves and len({d.process_index for d in devices}) > 1
+    return route.value, transient_bytes(now, want, planned.shape, planned.dtype.itemsize), across
 
 
 def _placement_text(value: Any, now: Placement, mesh: MeshLike) -> str:

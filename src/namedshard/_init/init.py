@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Literal, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
@@ -14,7 +14,8 @@ from namedshard._cache import BoundedCache
 from namedshard._errors import NoMeshError, message
 from namedshard._init.programs import finish, submit
 from namedshard._init.run import ProgramReport, Recipe, Run, bytes_per_device, make_recipe, move, temporary_bytes
-from namedshard._init.trace import Request, mesh_of, trace
+from namedshard._init.trace import Place, Request, mesh_of, trace
+from namedshard._place.local import change_memory
 from namedshard._place.shard import check_memory_kind, shard
 from namedshard._plan.leaves import named_leaves
 from namedshard._plan.mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
@@ -232,13 +233,14 @@ def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | N
     if isinstance(mesh, Mesh):
         for kind in {output.kind for output in traced.outputs if output.kind is not None}:
             check_memory_kind(mesh, kind)
-    leaves = [
-        output.value.update(sharding=output.place)
-        if output.slot is not None and isinstance(output.place, NamedSharding)
-        else output.value
-        for output in traced.outputs
-    ]
+    leaves = [x.value if x.slot is None else _struct_at(x.value, x.place) for x in traced.outputs]
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)
+
+
+def _struct_at(struct: jax.ShapeDtypeStruct, place: Place) -> jax.ShapeDtypeStruct:
+    if isinstance(place, str):
+        return change_memory([struct], place)[0]
+    return struct if place is None else struct.update(sharding=place)
 
 
 @compat.explicit_transfers()

@@ -19,10 +19,10 @@ from namedshard import _jaxcompat as compat
 from namedshard._errors import deleted_arrays
 from namedshard._init.tails import array_type, placed_by
 from namedshard._jit.signature import held_values, number_types, static_key
-from namedshard._plan.leaves import named_leaves
+from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._plan.mapping import AxisMapping, current_mapping, plain_spec
 from namedshard._plan.mesh import MeshLike, context_mesh
-from namedshard._plan.plan import plan_leaves
+from namedshard._plan.plan import output_places, plan_leaves
 from namedshard._types import PyTreeDef, Tracer
 
 _KEYED_BYTES = 4096
@@ -178,15 +178,20 @@ def trace(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, 
     explicit = context is not None and compat.any_explicit(context)
     auto: Any = None
     typed: Any = None
+
+    def places(tree: PyTree) -> list[NamedSharding | None]:
+        return [sharding for sharding, _ in _places(request, mapping, mesh, tree)]
+
     # A function that asks for shardings over Explicit axes can't be traced over Auto ones. It may also fail for other
     # reasons: then the error to raise is that of the user's own context.
-    with contextlib.suppress(Exception) if explicit else contextlib.nullcontext(), _auto_context():
-        auto = _jaxpr_of(request)
-    if auto is None:
-        auto = typed = _jaxpr_of(request, context)
-    elif explicit and "sharding" in placed_by(auto[0].jaxpr):
-        with contextlib.suppress(Exception):
-            typed = _jaxpr_of(request, context)
+    with output_places(places):
+        with contextlib.suppress(Exception) if explicit else contextlib.nullcontext(), _auto_context():
+            auto = _jaxpr_of(request)
+        if auto is None:
+            auto = typed = _jaxpr_of(request, context)
+        elif explicit and "sharding" in placed_by(auto[0].jaxpr):
+            with contextlib.suppress(Exception):
+                typed = _jaxpr_of(request, context)
     closed, treedef, leaves = auto
     slots = itertools.count()
     outputs: list[OutputLeaf] = []
@@ -221,12 +226,30 @@ def _plan(
 ) -> None:
     """Sets where each output goes; so far that's a memory kind, or nowhere in particular."""
     tree = jax.tree_util.tree_unflatten(traced.treedef, [output.value for output in traced.outputs])
+    own = [None if output.slot is None or not own_specs else own_specs[output.slot] for output in traced.outputs]
+    leaves, places = named_leaves(tree), _places(request, mapping, mesh, tree, own)
+    for output, leaf, (sharding, named) in zip(traced.outputs, leaves, places, strict=True):
+        output.path = leaf.path
+        output.named = named
+        if sharding is not None and (named or output.slot is not None):
+            kind = output.place
+            output.place = sharding.with_memory_kind(kind) if isinstance(kind, str) else sharding
+
+
+def _places(
+    request: Request,
+    mapping: AxisMapping | None,
+    mesh: MeshLike | None,
+    tree: PyTree,
+    own_specs: Sequence[PartitionSpec | None] = (),
+) -> list[tuple[NamedSharding | None, bool]]:
+    """Where each leaf of a result (or of a part of it) goes, and whether its names say so."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     leaves = named_leaves(tree)
     by_name: list[NamedSharding | None] = [None] * len(paths)
     if mesh is not None:
-        given = mapping or AxisMapping()
-        plan = plan_leaves(leaves, traced.treedef, given, mesh, memory_kind=None, manual=frozenset())
+        given, treedef = mapping or AxisMapping(), jax.tree_util.tree_structure(tree)
+        plan = plan_leaves(leaves, treedef, given, mesh, memory_kind=None, manual=frozenset())
         sharded = zip(leaves, map(plan.sharding_of, plan.leaves), strict=True)
         by_name = [sharding if mapping is not None or leaf.own is not None else None for leaf, sharding in sharded]
     arguments = request.paths()
@@ -236,17 +259,15 @@ def _plan(
         if isinstance(sharding := getattr(request.leaves[i], "sharding", None), NamedSharding)
         and (mesh is None or sharding.mesh == mesh)
     ]
-    for output, leaf, path, sharding in zip(traced.outputs, leaves, paths, by_name, strict=True):
-        output.path = leaf.path
-        output.named = sharding is not None
-        if sharding is None and output.slot is not None:
-            spec = own_specs[output.slot] if own_specs else None
-            sharding = _sharding_like(path, tuple(output.value.shape), inputs) if spec is None else None
+    places: list[tuple[NamedSharding | None, bool]] = []
+    for n, (leaf, path, sharding) in enumerate(zip(leaves, paths, by_name, strict=True)):
+        named, spec = sharding is not None, own_specs[n] if own_specs else None
+        if sharding is None and is_array_like(leaf.value):
+            sharding = _sharding_like(path, tuple(leaf.value.shape), inputs) if spec is None else None
             if sharding is None and mesh is not None:
                 sharding = NamedSharding(mesh, spec or PartitionSpec())
-        if sharding is not None:
-            kind = output.place
-            output.place = sharding.with_memory_kind(kind) if isinstance(kind, str) else sharding
+        places.append((sharding, named))
+    return places
 
 
 def _sharding_like(path: tuple[Any, ...], shape: tuple[int, ...], inputs: Any) -> NamedSharding | None:

@@ -155,14 +155,15 @@ def _plan_argument(leaf: Leaf, spec: PartitionSpec | None, explicit: bool, mesh:
         # A ref is changed where it is, and float0 has no bytes: nothing to move.
         return _STAYS
     now = placement_of(x, staging=False)
-    want = None if spec is None else NamedSharding(mesh, spec, memory_kind=wanted_memory_kind(now, None))
+    kind = wanted_memory_kind(now, None)
+    want = None if spec is None else NamedSharding(mesh, spec, memory_kind=kind)
     if now.kind == "traced":
         return ArgumentPlan(want) if explicit else _STAYS
     if not isinstance(mesh, Mesh):
         return ArgumentPlan(want) if now.kind == "abstract" and x.sharding is None else _STAYS
     if x.sharding is None if now.kind == "abstract" else not now.committed:
         # Replicated where nothing else is said, as jit would do; done here, numpy and JAX arrays have one trace.
-        return ArgumentPlan(want or NamedSharding(mesh, PartitionSpec()))
+        return ArgumentPlan(want or NamedSharding(mesh, PartitionSpec(), memory_kind=kind))
     place = want or _same_spec(x, mesh)
     mismatch = compare(leaf.path, x, want if explicit else None, mesh, place)
     return _STAYS if mismatch is None else ArgumentPlan(place, mismatch)

@@ -1,7 +1,7 @@
 """Donated arguments of compiled functions: which they are, and checks that they can be donated."""
 
+import collections
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +79,7 @@ def check_shared(program: Program, arrays: Sequence[Any]) -> None:
     # The common case, on the hot path: a set is faster than counting.
     if len(set(buffers)) == len(buffers):
         return
-    counts = Counter(buffers)
+    counts = collections.Counter(buffers)
     lines: list[str] = []
     for shared in dict.fromkeys(buffers[n] for n in program.donate if counts[buffers[n]] > 1):
         same = [n for n, buffer in enumerate(buffers) if buffer == shared]
@@ -112,38 +112,73 @@ def check_not_deleted(program: Program, arrays: Sequence[Any], concrete: Iterabl
 
 
 def check_donatable(program: Program, arrays: Sequence[Any]) -> None:
-    """A donated buffer can only become an output of its own shape, dtype, shard shape and memory kind.
+    """A donated buffer can only become one output, of its own shape, dtype, shard shape and memory kind.
 
-    A donated argument that no output was computed from element by element is merely freed, whatever its shape is.
+    A donated argument that no output was computed from element by element, or none that doesn't replace another
+    argument, is merely freed, whatever its shape is.
     """
-    donated = [(program.paths[n], _why_not_donatable(n, arrays, program.outputs)) for n in program.donate]
-    lines = [f"{path}: {why}" for path, why in donated if why is not None]
+    placed = [n for n in program.donate if not isinstance(arrays[n], Tracer) and getattr(arrays[n], "sharding", None)]
+    outputs = program.outputs
+    replaced = _replaced(arrays, outputs)
+    free = [number for number in range(len(outputs)) if number not in replaced]
+    left = [n for n in placed if n not in replaced.values()]
+    left = [n for n in left if not any(_fits(arrays[n], outputs[number]) for number in free)]
+    lines: dict[int, str] = {}
+    for o in (outputs[number] for number in free):
+        which = next((n for n in left if n in o.sources and arrays[n].dtype == o.aval.dtype and n not in lines), None)
+        if which is not None:
+            lines[which] = f"{program.paths[which]}: {_difference(arrays[which].sharding, o)}"
     if lines:
         noun = "argument leaf" if len(lines) == 1 else "argument leaves"
         raise DonationError(
             f"{program.name}: {len(lines)} donated {noun} cannot become the output of the same shape",
-            lines,
+            [lines[n] for n in sorted(lines)],
             fix="give input and output the same mapping and memory kind, or do not donate it",
         )
 
 
-def _why_not_donatable(n: int, arrays: Sequence[Any], outputs: Sequence[Output]) -> str | None:
-    x = arrays[n]
-    if isinstance(x, Tracer) or getattr(x, "sharding", None) is None:
-        return None
-    if any(_fits(x, o) for o in outputs):
-        return None
-    for o in outputs:
-        # Another argument that fits is what the output replaces.
-        if n not in o.sources or x.dtype != o.aval.dtype or any(_fits(arrays[m], o) for m in o.sources):
-            continue
-        have = x.sharding
-        if (kind := have.memory_kind or "device") != o.memory_kind:
-            return f"memory kind {kind!r}, but {o.path} is in {o.memory_kind!r}"
-        # The compiler may choose for an output that no mapping places; then the array fits.
-        assert o.asked is not None
-        return f"spec {getattr(have, 'spec', type(have).__name__)}, but {o.path} has {o.asked.spec}"
-    return None
+def _replaced(arrays: Sequence[Any], outputs: Sequence[Output]) -> dict[int, int]:
+    """Which argument each output replaces: as many as possible, each by one output that is computed from it and fits.
+
+    A maximum bipartite matching by augmenting paths (Kuhn, 1955).
+    """
+    uses = collections.Counter(n for o in outputs for n in o.sources if n >= 0)
+    fitting = {n: [m for m, o in enumerate(outputs) if n in o.sources and _fits(arrays[n], o)] for n in uses}
+    by_output: dict[int, int] = {}
+    # A parameter, which only its successor is computed from, comes before its moment, and that before its gradient.
+    for n in sorted(fitting, key=lambda n: (uses[n], n)):
+        reached: dict[int, int] = {}
+        queue = collections.deque([n])
+        while queue:
+            by = queue.popleft()
+            for number in fitting[by]:
+                if number not in reached:
+                    reached[number] = by
+                    queue.append(by_output.get(number, -1))
+            if -1 in queue:
+                _augment(by_output, reached)
+                break
+    return by_output
+
+
+def _augment(by_output: dict[int, int], reached: Mapping[int, int]) -> None:
+    """Give a free output to the argument that reached it, the output that this one had to the next, and so on."""
+    number = next(number for number in reached if number not in by_output)
+    while True:
+        by = reached[number]
+        had = next((m for m, n in by_output.items() if n == by), None)
+        by_output[number] = by
+        if had is None:
+            return
+        number = had
+
+
+def _difference(have: Any, o: Output) -> str:
+    if (kind := have.memory_kind or "device") != o.memory_kind:
+        return f"memory kind {kind!r}, but {o.path} is in {o.memory_kind!r}"
+    # The compiler may choose for an output that no mapping places; then the array fits.
+    assert o.asked is not None
+    return f"spec {getattr(have, 'spec', type(have).__name__)}, but {o.path} has {o.asked.spec}"
 
 
 def _fits(x: Any, o: Output) -> bool:

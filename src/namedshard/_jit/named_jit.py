@@ -244,6 +244,7 @@ class NamedJit:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
             weak = bool(getattr(x, "weak_type", False))
             placed[n] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=want, weak_type=weak)
+        placed = list(map(compat.typed_struct, placed))
         program.trace(placed)
         if program.donate:
             check_donatable(program, placed)

@@ -21,14 +21,15 @@ from namedshard._jit.arguments import Arguments
 from namedshard._jit.signature import Held
 from namedshard._jit.transfers import check_closed_over, check_constraints, check_transfers, elementwise_sources
 from namedshard._jit.unflatten import Builder, filled, unflattener
-from namedshard._place.route import same_place, unreduced_axes
+from namedshard._place.local import relabelled
+from namedshard._place.route import placement_of, same_place, unreduced_axes
 from namedshard._place.shard import place_leaves
 from namedshard._place.traced import scrambled
 from namedshard._plan.leaves import Leaf, named_leaves
 from namedshard._plan.mapping import AxisMapping, axis_mapping
 from namedshard._plan.mesh import MeshLike, manual_axes, resolve_mesh
-from namedshard._plan.plan import plan_leaves
-from namedshard._types import PyTreeDef, Tracer
+from namedshard._plan.plan import output_places, plan_leaves
+from namedshard._types import PyTree, PyTreeDef, Tracer
 
 WRAPPED = ".__wrapped__"
 """Ends the qualified name of a decorated function that was pickled; see `make_importable`."""
@@ -139,6 +140,10 @@ class Program:
         # Without compilation JAX ignores `out_shardings`, so that they can't replace constraints.
         compiled = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         self._outermost = compiled and compat.nothing_traced() and not any(isinstance(x, Tracer) for x in arrays)
+        # Where only some outputs have `out_shardings`, JAX gives donated host memory to results of the same shape on
+        # the device, which then can't run.
+        kinds = [placement_of(arrays[n], staging=False).memory_kind for n in self.donate]
+        self._may_leave_to_jit = self._outermost and "pinned_host" not in kinds
         self._out_shardings: tuple[NamedSharding | None, ...] = ()
         self.counts = Counts()
         self._function = function
@@ -164,7 +169,7 @@ class Program:
                 arrays[n].delete()
             if self.empty:
                 out = place_leaves([o.path for o in self.outputs], out, self.empty)
-            out = [_in_host_memory(x) if n in self.mislabelled else x for n, x in enumerate(out)]
+            out = [relabelled(x, "pinned_host") if n in self.mislabelled else x for n, x in enumerate(out)]
         return self.build(out)
 
     @property
@@ -202,7 +207,7 @@ class Program:
         with self._one_thread():
             if key not in self._variants:
                 wanted = {n: want for n, want in like.items() if self._has_to_be_placed(n, want)}
-                by_jit = {n: want for n, want in wanted.items() if _left_to_jit(self.outputs[n].aval, want)}
+                by_jit = {n: want for n, want in wanted.items() if self._left_to_jit(self.outputs[n].aval, want)}
                 rest = [(n, want) for n, want in wanted.items() if n not in by_jit]
                 placed = [by_jit.get(n, want) for n, want in enumerate(self._out_shardings)]
                 # `out_shardings` are known only now. JAX shares the trace.
@@ -304,10 +309,11 @@ class Program:
             counts.traces += 1
             whole = jax.tree_util.tree_unflatten(self.treedef, filled(self.statics, indices, values))
             fn, args, kwargs = whole if function.get is None else (function.get(), *whole)
-            if mapping is None:
-                return self._place_outputs(fn(*args, **kwargs))
-            with axis_mapping(mapping):
-                return self._place_outputs(fn(*args, **kwargs))
+            with output_places(self._output_places):
+                if mapping is None:
+                    return self._place_outputs(fn(*args, **kwargs))
+                with axis_mapping(mapping):
+                    return self._place_outputs(fn(*args, **kwargs))
 
         flat.__name__ = self.name.rsplit(".", 1)[-1]
         flat.__qualname__ = self.name
@@ -318,6 +324,11 @@ class Program:
             # JAX's messages take a function's code from what it wraps.
             named.__wrapped__ = types.SimpleNamespace(__name__=flat.__name__, __code__=self._function.code)
         return flat
+
+    def _output_places(self, tree: PyTree) -> list[NamedSharding | None]:
+        leaves, treedef = named_leaves(tree), jax.tree_util.tree_structure(tree)
+        asked = _asked(leaves, treedef, self._out_mapping)
+        return [asked.get(i) for i in range(len(leaves))]
 
     def _place_outputs(self, out: Any) -> tuple[Any, ...]:
         """Constrain the outputs, and note their structure and what was asked of them."""
@@ -346,10 +357,20 @@ class Program:
         Arguments in host memory wait until it is known where they are.
         """
         traced = {i: jax.typeof(leaves[i]) for i in asked if self._outermost and isinstance(leaves[i], Tracer)}
-        by_jit = {i for i, aval in traced.items() if _left_to_jit(aval, asked[i])}
+        by_jit = {i for i, aval in traced.items() if self._left_to_jit(aval, asked[i])}
         later = {i for i in traced if asked[i].memory_kind == "pinned_host" and compat.is_argument(leaves[i])}
         constrained = [(i, want) for i, want in asked.items() if i not in by_jit | later]
         return place_leaves(paths, leaves, constrained) if constrained else leaves, by_jit
+
+    def _left_to_jit(self, aval: Any, want: NamedSharding) -> bool:
+        """Whether ``out_shardings`` do what a constraint would; they cost less to trace and to compile."""
+        if not (self._may_leave_to_jit and aval.size) or compat.is_key_array(aval) or scrambled(aval.dtype):
+            return False
+        if want.memory_kind not in (None, "device"):
+            # XLA would let the hosts exchange shards.
+            return False
+        meshes = (want.mesh, aval.sharding.mesh, *filter(None, [compat.abstract_context_mesh()]))
+        return isinstance(want.mesh, Mesh) and all(set(m.axis_types) <= {AxisType.Auto} for m in meshes)
 
     def _choose_builder(self, treedef: PyTreeDef, statics: Sequence[Any], indices: Sequence[int]) -> None:
         """The faster way to build the result is prepared at its second use: many functions are called once."""
@@ -412,17 +433,6 @@ def _is_output_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-def _left_to_jit(aval: Any, want: NamedSharding) -> bool:
-    """Whether ``out_shardings`` do what a constraint would; they cost less to trace and to compile."""
-    if not aval.size or compat.is_key_array(aval) or scrambled(aval.dtype):
-        return False
-    if want.memory_kind not in (None, "device"):
-        # XLA would let the hosts exchange shards.
-        return False
-    meshes = (want.mesh, aval.sharding.mesh, *filter(None, [compat.abstract_context_mesh()]))
-    return isinstance(want.mesh, Mesh) and all(set(m.axis_types) <= {AxisType.Auto} for m in meshes)
-
-
 def _is_typed(aval: Any, want: NamedSharding) -> bool:
     """Whether an array's type has this sharding already, on Explicit axes only."""
     explicit = set(want.mesh.axis_types) == {AxisType.Explicit}
@@ -437,12 +447,6 @@ def _has_type(x: Any, o: Output) -> bool:
     have = getattr(x, "sharding", None)
     same = (x.shape, x.dtype) == (o.aval.shape, o.aval.dtype)
     return same and have is not None and (have.memory_kind or "device") == o.memory_kind
-
-
-def _in_host_memory(x: jax.Array) -> jax.Array:
-    """The same shards, by the memory that they are in."""
-    shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding.with_memory_kind("pinned_host"), shards)
 
 
 def _asked(leaves: Sequence[Leaf], treedef: PyTreeDef, out_mapping: AxisMapping | None) -> dict[int, NamedSharding]:

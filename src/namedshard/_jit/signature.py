@@ -59,6 +59,8 @@ def _leaf_key(x: Any) -> Hashable:
         return x.aval
     if isinstance(x, jax.Array):
         return x.aval, x.sharding, x.committed
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return tuple(x.shape), x.dtype, x.weak_type, type(x), x.sharding, compat.memory_kind_of_struct(x)
     if is_array_like(x):
         return tuple(x.shape), x.dtype, getattr(x, "weak_type", False), type(x), getattr(x, "sharding", None)
     return static_key(x)
@@ -87,6 +89,8 @@ def _aval_key(x: Any, placed: NamedSharding | None) -> Hashable:
     if sharding is not None:
         space = compat.space_of_kind(sharding.memory_kind)
         typed = _explicit_part(sharding, len(x.shape)) if isinstance(sharding, NamedSharding) else None
+    elif isinstance(x, jax.ShapeDtypeStruct):
+        space = compat.space_of_kind(compat.memory_kind_of_struct(x))
     elif isinstance(x, jax.Array):
         space, typed = compat.space_of_type(x.aval), _explicit_part(x.aval.sharding, x.ndim)
     return tuple(x.shape), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), weak, space, typed

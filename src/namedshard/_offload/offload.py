@@ -17,9 +17,11 @@ from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
 from namedshard._place.local import change_memory, check_narrowing
 from namedshard._place.route import check_movable, placement_of
-from namedshard._place.shard import check_memory_of
+from namedshard._place.shard import check_memory_of, known_devices
+from namedshard._place.traced import check_traced_kind
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
 from namedshard._plan.mesh import context_mesh, require_attached
+from namedshard._plan.plan import planned_shardings
 from namedshard._types import Device, Tracer
 
 Where: TypeAlias = str | Callable[[str, Any], bool]
@@ -36,19 +38,26 @@ def _predicate(where: Where) -> Callable[[str, Any], bool]:
     return lambda path, leaf: bool(pattern.search(path) or pattern.search("." + path))
 
 
-def _per_device(x: Any) -> int | None:
-    """Bytes on each device, or None while tracing where types do not tell the shards: on Auto axes."""
-    if not x.ndim or (isinstance(x, Tracer) and jax.device_count() == 1):
+def _per_device(x: Any, planned: NamedSharding | None = None) -> int | None:
+    """Bytes on each device, or None while tracing where neither a plan nor a type tells the shards."""
+    if not x.ndim:
         return _bytes(x)
     if isinstance(x, Tracer):
-        sharding = jax.typeof(x).sharding
-        mesh = sharding.mesh
-        if mesh.size != 1 and (mesh.empty or any(t != AxisType.Explicit for t in mesh.axis_types)):
+        typed = jax.typeof(x).sharding
+        by_type = None if typed.mesh.empty or any(t != AxisType.Explicit for t in typed.mesh.axis_types) else typed
+        sharding = planned or by_type
+        if sharding is None and _devices() > 1:
             return None
     else:
         sharding = getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
+
+
+def _devices() -> int:
+    """How many devices traced code will run on: those of the mesh in context, not of the machine that compiles."""
+    mesh = context_mesh()
+    return jax.device_count() if mesh is None else mesh.size
 
 
 def _arrays(leaves: Sequence[Leaf]) -> list[int]:
@@ -75,19 +84,19 @@ def _bytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
 
 
-def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: int) -> list[int]:
+def _largest_until_fit(state: Any, leaves: Sequence[Leaf], candidates: Sequence[int], fit: int) -> list[int]:
     """The largest candidates, until what stays takes at most ``fit`` bytes per device."""
     arrays = {i: leaves[i].value for i in _arrays(leaves)}
     if sum(map(_bytes, arrays.values())) <= fit:
         return []
-    sizes = {i: size for i, x in arrays.items() if (size := _per_device(x)) is not None}
+    planned = planned_shardings(state) or [None] * len(leaves)
+    sizes = {i: size for i, x in arrays.items() if (size := _per_device(x, planned[i])) is not None}
     if unknown := [leaves[i].path for i in arrays if i not in sizes]:
         raise OffloadError(
             f"fit={fit} bytes per device cannot be counted while tracing: the shards of"
             f" {count_of(len(unknown), len(leaves))} are not known",
             unknown,
-            fix="call init by itself, outside of jit, eval_shape and ns.init: the state gets the parameters' shards"
-            " there",
+            fix="create the state with ns.init(tx.init, params), which knows them",
         )
     staying = sum(sizes.values())
     chosen: list[int] = []
@@ -105,6 +114,12 @@ def _largest_until_fit(leaves: Sequence[Leaf], candidates: Sequence[int], fit: i
     return sorted(chosen)
 
 
+def _at_least(leaves: Sequence[Leaf], on_host: Sequence[int]) -> int:
+    """Bytes of the state that stay on each device, at the least, if these leaves live on the host."""
+    staying = (leaves[i].value for i in _arrays(leaves) if i not in on_host)
+    return sum(size if (size := _per_device(x)) is not None else _bytes(x) // _devices() for x in staying)
+
+
 def _concrete(leaves: Iterable[Leaf]) -> list[jax.Array]:
     return [x.value for x in leaves if isinstance(x.value, jax.Array) and not isinstance(x.value, Tracer)]
 
@@ -114,7 +129,7 @@ def _a_device(leaves: Sequence[Leaf]) -> Device:
     near = [d for x in _concrete(leaves)[:1] for d in x.sharding.addressable_devices]
     mesh = context_mesh()
     if not near and isinstance(mesh, Mesh):
-        near = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        near = known_devices(mesh)
     return (near or jax.local_devices())[0]
 
 
@@ -309,7 +324,7 @@ class _OffloadedOptimizer:
         leaves = named_leaves(state)
         chosen = _candidates(leaves, self.where, self.min_size)
         if self.fit is not None:
-            chosen = _largest_until_fit(leaves, chosen, self.fit)
+            chosen = _largest_until_fit(state, leaves, chosen, self.fit)
         return _with_offloaded(state, leaves, chosen, self.memory_kind)
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -317,16 +332,28 @@ class _OffloadedOptimizer:
         require_attached("offload_optimizer: update", context_mesh())
         leaves, treedef = named_leaves(state), jax.tree_util.tree_structure(state)
         chosen = _candidates(leaves, self.where, self.min_size)
+        traced = any(isinstance(leaves[i].value, Tracer) for i in chosen)
+        if traced:
+            check_traced_kind(self.memory_kind)
+        on_device = [i for i in chosen if _is_on_device(leaves[i].value)]
         if self.fit is not None:
             # `init` chose: a leaf is known by where it lives.
-            chosen = [i for i in chosen if not _is_on_device(leaves[i].value)]
+            chosen = [i for i in chosen if i not in on_device]
+            on_device = on_device if _at_least(leaves, chosen) > self.fit else []
+        if on_device and (traced or self.fit is not None):
+            found = count_of(len(on_device), len(leaves))
+            raise OffloadError(
+                f"{found} that belong in host memory are in device memory at the update",
+                [leaves[i].path for i in on_device],
+                fix="create the state, or its structs, with ns.init(tx.init, params), since jax.eval_shape forgets"
+                " memory kinds; move a state that was loaded with ns.offload",
+            )
 
         def run(values: Sequence[Any]) -> tuple[Any, Any]:
             on_device = jax.tree_util.tree_unflatten(treedef, values)
             _verify(named_leaves(on_device), chosen, False, "at the update")
             return self.inner.update(updates, on_device, params, **extra)
 
-        traced = any(isinstance(leaves[i].value, Tracer) for i in chosen)
         if traced:
             _check_compiler(_a_device(leaves), self.memory_kind)
         if traced and self.budget is not None:

@@ -320,3 +320,9 @@ def change_memory(values: Sequence[Any], memory_kind: str, unplaced: Sharding | 
             results = jax.device_put([x for x, _ in eager.values()], [sharding for _, sharding in eager.values()])
         moved |= zip(eager, results, strict=True)
     return [moved[id(x)] for x in values]
+
+
+def relabelled(x: jax.Array, memory_kind: str) -> jax.Array:
+    """An array whose sharding names another memory kind than the one that its shards are in."""
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding.with_memory_kind(memory_kind), shards)

@@ -69,8 +69,7 @@ class Move:
 def placement_of(x: Any, staging: bool) -> Placement:
     """Where a leaf is now. ``staging``: operations are being recorded for a compiler, also those on concrete arrays."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        kind = None if x.sharding is None else x.sharding.memory_kind
-        return Placement("abstract", x.sharding, memory_kind=kind)
+        return Placement("abstract", x.sharding, memory_kind=compat.memory_kind_of_struct(x))
     if isinstance(x, Tracer):
         return Placement("traced", memory_kind=compat.memory_kind_of_traced(x))
     if staging:

@@ -4,10 +4,12 @@ Nothing here touches a backend or moves a byte; an ``AbstractMesh`` is enough. E
 other decides a sharding.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -29,6 +31,27 @@ from namedshard._plan.mapping import (
 )
 from namedshard._plan.mesh import MeshLike, describe, manual_axes, reduce_mesh, require_mesh, restore_mesh
 from namedshard._types import PyTreeDef
+
+Places: TypeAlias = Callable[[PyTree], Sequence[NamedSharding | None]]
+
+_output_places: contextvars.ContextVar[Places | None] = contextvars.ContextVar("output_places", default=None)
+
+
+@contextlib.contextmanager
+def output_places(places: Places) -> Generator[None, None, None]:
+    """What is traced in this block becomes the result, or a part of it, of something that places it so."""
+    token = _output_places.set(places)
+    try:
+        yield
+    finally:
+        _output_places.reset(token)
+
+
+def planned_shardings(tree: PyTree) -> Sequence[NamedSharding | None] | None:
+    """Where the leaves of a tree that is being traced will go; None if nothing is known."""
+    places = _output_places.get()
+    return None if places is None else places(tree)
+
 
 ABSENT, BUSY, INDIVISIBLE = "absent", "busy", "indivisible"
 
