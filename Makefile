@@ -34,9 +34,10 @@ demo: venv ## Embed sentences with a real model, sharded over this machine's dev
 test: venv ## Run the tests
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-tpu: ## Run the tests of what the TPU compiler makes of programs; needs no TPU
+test-tpu: ## Run the tests and documentation that need the TPU compiler, but no TPU
 	@VENV=$(TPU_VENV) EXTRAS=dev,tpu-compiler sh scripts/make_venv.sh
 	$(TPU_VENV)/bin/python -m pytest tests/tpu -n $(JOBS) --dist worksteal $(ARGS)
+	$(TPU_VENV)/bin/python scripts/run_docs_code.py docs/compile-for-other-hardware.md
 
 lint: venv ## Check style and formatting
 	$(PY) -m ruff check .

@@ -5,6 +5,7 @@
 Without arguments: README.md and docs/*.md. The fences of one file run in order in one namespace, in a process of
 its own with eight virtual CPU devices and an empty working folder.
 
+* A page with the comment `<!-- needs: libtpu -->` is left out where that module is not installed.
 * A fence marked `no-run` (```` ```python no-run ````, or ```` ```{.python .no-run} ````) is left out.
 * A fence followed by one that opens with ```` ```text title="output" ```` must print exactly that text; trailing
   whitespace doesn't count. What goes to stderr, warnings included, is not part of it.
@@ -13,6 +14,7 @@ its own with eight virtual CPU devices and an empty working folder.
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import io
 import os
 import re
@@ -37,6 +39,7 @@ ENVIRONMENT = {
 }
 
 OPENING = re.compile(r"^(?P<indent>\s*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
+NEEDS = re.compile(r"^<!-- needs: (\w+) -->$", re.MULTILINE)
 INFO_WORD = re.compile(r'[^\s="]+="[^"]*"|\S+')
 
 
@@ -164,6 +167,10 @@ def execute(path: Path, shown: str) -> bool:
 def execute_apart(path: Path) -> bool:
     """Executes one file's fences in a process of its own; returns whether all was well."""
     shown = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+    for module in NEEDS.findall(path.read_text()):
+        if importlib.util.find_spec(module) is None:
+            print(f"{shown}: NOT RUN: needs {module}, which is not installed", flush=True)
+            return True
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", __file__, "--here", shown, str(path)]
         code = subprocess.run(command, cwd=folder, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL).returncode

@@ -29,6 +29,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "safetensors": ({"_safetensors"}, {"errors", "jax", "place", "plan", "processes"}),
     "init": ({"_init"}, {"errors", "jax", "jit", "place", "plan", "processes"}),
     "testing": ({"testing"}, {"errors", "place", "plan", "safetensors"}),
+    "topology": ({"_topology"}, {"errors"}),
     "command line": ({"__main__", "_cli"}, {"errors", "explain", "plan", "safetensors"}),
 }
 

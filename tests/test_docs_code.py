@@ -160,3 +160,19 @@ def test_a_missing_page_is_refused(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(RUNNER), str(tmp_path / "none.md")], capture_output=True, text=True)
     assert done.returncode == 2
     assert "no such file" in done.stderr
+
+
+def test_a_page_that_needs_a_missing_module_is_left_out_and_says_so(tmp_path: Path) -> None:
+    page = """
+        <!-- needs: {} -->
+
+        ```python
+        raise ValueError("planted")
+        ```
+        """
+    status, said = run(tmp_path, page.format("module_that_is_not_there"))
+    assert status == 0, said
+    assert "NOT RUN: needs module_that_is_not_there, which is not installed" in said
+    status, said = run(tmp_path, page.format("json"))
+    assert status == 1
+    assert "planted" in said

@@ -517,3 +517,9 @@ def test_the_address_of_the_first_shard() -> None:
 def test_one_process_has_no_coordination_client() -> None:
     assert not jax.distributed.is_initialized()
     assert compat.coordination_client() is None
+
+
+def test_devices_of_this_process_are_attached() -> None:
+    """Those of a topology, in tests/tpu, have a client of this class; this process's have another."""
+    assert compat.is_attached(DEVICES[0])
+    assert isinstance(compat._jaxlib.CompileOnlyPyClient, type)

@@ -21,7 +21,7 @@ from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import _jax
+from jax._src.lib import _jax as _jaxlib  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -146,7 +146,8 @@ def device_order(sharding: jax.sharding.Sharding) -> tuple[Device, ...]:
 
 def is_attached(device: Device) -> bool:
     """Whether a device can run programs: those of a topology are only compiled for."""
-    return not isinstance(device.client, _jax.CompileOnlyPyClient)
+    client: Any = getattr(device, "client", None)
+    return not isinstance(client, _jaxlib.CompileOnlyPyClient)
 
 
 def user_source(eqn: Any) -> str:

@@ -54,8 +54,8 @@ gpu_device_info {
 }
 """
 _KNOWN = (
-    "use a name such as v3:4x4, v4:2x2x4, v5e:16x16, v5p:2x2x4, v6e:4x4 or tpu7x:2x2x1 (the chips in each direction),"
-    " h100:8 or h100:32x8 (GPUs, of 32 hosts)"
+    "name the chips in each direction (v3:4x4, v4:2x2x4, v5e:16x16, v5p:2x2x4, v6e:4x4, tpu7x:2x2x1), or GPUs (h100:8;"
+    " h100:32x8 for 32 hosts; others take target_config=)"
 )
 
 
@@ -110,10 +110,11 @@ def topology_mesh(
     what = f"topology {topology!r}" + (f" in {num_slices} slices" if num_slices != 1 else "")
     where = f"{what}: the axes ({', '.join(f'{name!r}={size}' for name, size in axes.items())})"
     if num_slices < 1:
-        raise TopologyError(f"{what}: there is at least one slice", fix="pass num_slices=1, or more")
-    if not names or min(sizes) < 1:
-        raise TopologyError(f"{where} don't name at least one size of 1 or more", fix="pass {'data': 4, 'model': 4}")
-    types = (axis_types or AxisType.Auto,) * len(names) if not isinstance(axis_types, Sequence) else tuple(axis_types)
+        raise TopologyError(f"{what}: there is at least one", fix="pass num_slices=1 or more")
+    if not names or not all(isinstance(size, int | np.integer) and size >= 1 for size in sizes):
+        raise TopologyError(f"{where} need sizes, which are whole numbers from 1", fix="pass {'data': 4, 'model': 4}")
+    one = AxisType.Auto if axis_types is None else axis_types
+    types = tuple(one) if isinstance(one, Sequence) else (one,) * len(names)
     if len(types) != len(names):
         raise TopologyError(f"{where} have {len(types)} types", fix="pass one type for each axis, or one for all")
     devices = _devices(topology, num_slices, options)
@@ -134,14 +135,14 @@ def topology_mesh(
 
 def _devices(topology: str, num_slices: int, options: dict[str, Any]) -> list[Device]:
     """The devices of a topology, slice by slice."""
-    gpus = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", topology)
+    gpus = re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", topology, re.ASCII)
     on_gpus = gpus is not None and ("target_config" in options or gpus[1].lower() == "h100")
-    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    given = "".join(f", {name}={value!r}" for name, value in options.items() if name != "target_config")
     try:
         if gpus is not None and on_gpus:
             options = {"target_config": _H100, "topology": f"{num_slices}x{gpus[2] or 1}x{gpus[3]}"} | options
-            if unknown := options.keys() - {"target_config", "topology"}:
-                raise TopologyError(f"{topology!r}: GPUs have no option {', '.join(sorted(unknown))}")
+            if options.keys() != {"target_config", "topology"}:
+                raise TopologyError(f"unknown topology {topology!r}{given}", fix="GPUs take target_config only")
             return topologies.get_topology_desc(platform="cuda", **options).devices
         # libtpu takes an empty name for a topology of its own choice, and crashes on sizes of zero.
         if not re.fullmatch(r"[\w ]+[:=_][1-9]\d*(x[1-9]\d*)*(_(un)?twisted)?", topology, re.ASCII):

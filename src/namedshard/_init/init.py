@@ -230,6 +230,9 @@ def _compiled(
 
 def _described(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None) -> PyTree:
     traced = trace(request, mapping, mesh, memory_kind)
+    if isinstance(mesh, Mesh):
+        for kind in {output.kind for output in traced.outputs if output.kind is not None}:
+            check_memory_kind(mesh, kind)
     leaves = [x.value if x.slot is None else _struct_at(x.value, x.place) for x in traced.outputs]
     return jax.tree_util.tree_unflatten(traced.treedef, leaves)
 

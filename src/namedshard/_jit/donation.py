@@ -174,8 +174,8 @@ def _augment(by_output: dict[int, int], reached: Mapping[int, int]) -> None:
 
 
 def _difference(have: Any, o: Output) -> str:
-    if (have.memory_kind or "device") != o.memory_kind:
-        return f"memory kind {have.memory_kind!r}, but {o.path} is in {o.memory_kind!r}"
+    if (kind := have.memory_kind or "device") != o.memory_kind:
+        return f"memory kind {kind!r}, but {o.path} is in {o.memory_kind!r}"
     # The compiler may choose for an output that no mapping places; then the array fits.
     assert o.asked is not None
     return f"spec {getattr(have, 'spec', type(have).__name__)}, but {o.path} has {o.asked.spec}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes
@@ -432,6 +432,7 @@ def named_jit(
         IgnoredTransferError: (At a call.) Traced code has a ``device_put`` that the compiler would ignore.
         DonationError: (At a call.) A donated argument cannot be donated, is passed twice, or was donated before.
         StaticArgumentError: (At a call.) A leaf is neither an array nor hashable.
+        UnattachedDevicesError: (At a call.) The mesh is a `topology_mesh`.
 
     Examples:
         >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns

@@ -17,10 +17,10 @@ from namedshard._offload.budget import update_within
 from namedshard._place.gather import parse_bytes
 from namedshard._place.local import change_memory, check_narrowing
 from namedshard._place.route import check_movable, placement_of
-from namedshard._place.shard import check_memory_of
+from namedshard._place.shard import check_memory_of, known_devices
 from namedshard._place.traced import check_traced_kind
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, named_leaves
-from namedshard._plan.mesh import context_mesh
+from namedshard._plan.mesh import context_mesh, require_attached
 from namedshard._plan.plan import planned_shardings
 from namedshard._types import Device, Tracer
 
@@ -129,7 +129,7 @@ def _a_device(leaves: Sequence[Leaf]) -> Device:
     near = [d for x in _concrete(leaves)[:1] for d in x.sharding.addressable_devices]
     mesh = context_mesh()
     if not near and isinstance(mesh, Mesh):
-        near = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        near = known_devices(mesh)
     return (near or jax.local_devices())[0]
 
 
@@ -187,6 +187,7 @@ def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host",
         DeletedArrayError: A chosen array was donated or deleted before.
         UnsupportedArrayError: A chosen array is a numpy masked array.
         NarrowingError: A 64-bit integer in a numpy array does not fit the 32 bits that JAX would keep.
+        UnattachedDevicesError: An array with values was to be replicated over a `topology_mesh` in context.
 
     Examples:
         >>> import jax.numpy as jnp, namedshard as ns
@@ -318,6 +319,7 @@ class _OffloadedOptimizer:
 
     def init(self, params: Any) -> Any:
         """The state of the wrapped transformation, with the chosen leaves in host memory."""
+        require_attached("offload_optimizer: init", context_mesh())
         state = self.inner.init(params)
         leaves = named_leaves(state)
         chosen = _candidates(leaves, self.where, self.min_size)
@@ -327,6 +329,7 @@ class _OffloadedOptimizer:
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """The update of the wrapped transformation on the device."""
+        require_attached("offload_optimizer: update", context_mesh())
         leaves, treedef = named_leaves(state), jax.tree_util.tree_structure(state)
         chosen = _candidates(leaves, self.where, self.min_size)
         traced = any(isinstance(leaves[i].value, Tracer) for i in chosen)

@@ -237,10 +237,15 @@ def _check(work: Sequence[Move], total: int, mesh: MeshLike | None = None) -> No
     local.check_narrowing(((m.path, m.value) for m in work), total)
 
 
+def known_devices(mesh: Mesh) -> list[Device]:
+    """The devices of a mesh whose memories this process knows: its own, or all those of a topology."""
+    devices = list(mesh.devices.flat)
+    return devices if is_unattached(mesh) else [d for d in devices if d.process_index == jax.process_index()]
+
+
 def check_memory_kind(mesh: Mesh, memory_kind: str) -> None:
     """Raise `MemoryKindError` if the devices of a mesh, as far as this process can tell, lack a memory kind."""
-    process = None if is_unattached(mesh) else jax.process_index()
-    check_memory_of([d for d in mesh.devices.flat if process in (None, d.process_index)], memory_kind)
+    check_memory_of(known_devices(mesh), memory_kind)
 
 
 def check_memory_of(devices: Sequence[Device], memory_kind: str) -> None:
