@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes
@@ -413,8 +413,9 @@ def named_jit(
         in_axis_resources: What each named argument must be sharded by; by default an argument may have any spec, but
             must be on the context mesh. Host arrays and uncommitted ones are placed by this mapping, else by
             ``axis_resources``.
-        out_axis_resources: How named results are sharded; ``axis_resources`` by default. Plain results are left to the
-            compiler.
+        out_axis_resources: How named results are sharded; ``axis_resources`` by default. Plain results come out like the
+            argument that they replace: of their type, and the only one (or the only donated one) that they are computed
+            from element by element. Others are left to the compiler.
         donate_args: For each positional argument: True, False, a function of a leaf, or a tree of these that is a
             prefix of the argument.
         donate_kwargs: The same by name, however the argument is passed; True for all that are passed by keyword.
@@ -431,6 +432,7 @@ def named_jit(
         MismatchError: (At a call.) Committed arguments are not placed as needed.
         IgnoredTransferError: (At a call.) Traced code has a ``device_put`` that the compiler would ignore.
         DonationError: (At a call.) A donated argument cannot be donated, is passed twice, or was donated before.
+        OffloadError: (At a call.) A result that was traced into host memory would come out of it elsewhere.
         StaticArgumentError: (At a call.) A leaf is neither an array nor hashable.
         UnattachedDevicesError: (At a call.) The mesh is a `topology_mesh`.
 

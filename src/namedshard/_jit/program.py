@@ -188,9 +188,12 @@ class Program:
             warning = check_transfers(self.name, jaxpr.jaxpr, values, self.mesh)
             check_constraints(self.name, jaxpr.jaxpr, values, self.mesh, [o.path for o in self.outputs])
             skipped = len(jaxpr.jaxpr.invars) - len(values)
+            needed = bool(self.donate), any(o.asked is None for o in self.outputs)
             of, unplaced = (
                 [frozenset(n - skipped for n in found) for found in elementwise_sources(jaxpr.jaxpr, constrained)]
-                for constrained in (True, False)
+                if need
+                else [frozenset[int]()] * len(self.outputs)
+                for need, constrained in zip(needed, (True, False), strict=True)
             )
             found = zip(self.outputs, of, unplaced, strict=True)
             self.outputs = [dataclasses.replace(o, sources=s, unplaced_sources=u) for o, s, u in found]
