@@ -89,6 +89,7 @@ def test_every_shape_that_fits_has_every_device_once(name: str, options: dict[st
             mesh = ns.topology_mesh(name, dict(zip("abc", shape, strict=True)), **options)
             assert mesh.devices.shape == shape
             assert len({d.id for d in mesh.devices.flat}) == count
+            assert NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host").memory_kind == "pinned_host"
 
 
 def test_large_slices_take_no_time() -> None:
@@ -219,12 +220,18 @@ def test_plans_and_structs(mesh: Mesh) -> None:
         ns.shard(placed, MAPPING, mesh, memory_kind="fast")
 
 
-def test_memory_kinds_of_other_processes() -> None:
-    """On a mesh of another process's devices, too."""
-    all_of_it = ns.topology_mesh("v5e:4x4", {"data": 4, "model": 4}).devices.flat
-    mesh = Mesh(np.array([d for d in all_of_it if d.process_index == 3]).reshape(2, 2), ("data", "model"))
-    with pytest.raises(ns.MemoryKindError):
-        ns.shard(struct(), MAPPING, mesh, memory_kind="fast")
+def test_memory_kinds_that_jax_would_forget() -> None:
+    """Only devices of the first process tell their memories, and JAX asks the first device of a mesh."""
+    devices = list(ns.topology_mesh("v5e:4x4", {"data": 4, "model": 4}).devices.flat)
+    third = Mesh(np.array([d for d in devices if d.process_index == 3]).reshape(2, 2), ("data", "model"))
+    for mesh in (third, Mesh(np.array(devices[::-1]).reshape(4, 4), ("data", "model"))):
+        assert NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host").memory_kind is None
+        assert ns.shard(struct(), MAPPING, mesh, memory_kind="device").array.sharding.mesh == mesh
+        for kind in ("pinned_host", "fast"):
+            with pytest.raises(
+                ns.MemoryKindError, match=f"memory kind '{kind}' can't be asked of tpu devices that aren"
+            ):
+                ns.shard(struct(), MAPPING, mesh, memory_kind=kind)
 
 
 def test_init_gives_structs(mesh: Mesh) -> None:
