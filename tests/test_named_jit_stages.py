@@ -11,6 +11,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -99,6 +100,77 @@ def test_eval_shape_gives_shapes_types_and_planned_shardings() -> None:
         assert shapes["x"].array.sharding == NamedSharding(M42, P("data", "model"))
         # JAX's own works, too, and sees no shardings on Auto axes.
         assert jax.eval_shape(lambda x: fn(x, 3), struct((8, 4), "batch embed", np.int16))["x"].array.shape == (8, 4)
+
+
+@pytest.mark.parametrize("types", [("Auto", "Auto"), ("Explicit", "Explicit"), ("Explicit", "Auto")], ids=str)
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_step_compiles_once_and_takes_its_own_results(offload: bool, donate: bool, types: tuple[str, str]) -> None:
+    where = mesh((4, 2), "data model", tuple(jax.sharding.AxisType[t] for t in types))
+    # Its factored states have no names, and the compiler would shard them.
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+    tx = ns.offload_optimizer(tx) if offload else tx
+    params = ns.shard({"w": na(counting(8, 8), "embed mlp"), "v": na(counting(8), "mlp")}, {"mlp": "model"}, where)
+    start = ns.init(tx.init, params, mapping={"mlp": "model"}, mesh=where)
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    fn = ns.named_jit(step, {"mlp": "model"}, donate_args=(False, donate))
+    with jax.set_mesh(where):
+        compiled = fn.lower(params, start).compile()
+        shapes = fn.eval_shape(params, start)[1]
+        state = fn(params, start)[1]
+        once = fn.report().traces, fn.report().compiles
+        for _ in range(2):
+            places = [x.sharding for x in jax.tree.leaves(state)]
+            state = fn(params, state)[1]
+        assert (fn.report().traces, fn.report().compiles) == once
+        state = compiled(params, state)[1]
+    assert [x.sharding for x in jax.tree.leaves(state)] == places
+    for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
+        assert s.sharding is None or s.sharding.is_equivalent_to(x.sharding, x.ndim)
+        assert s.sharding is not None or x.sharding.memory_kind == "device"
+
+
+def test_a_result_goes_with_the_one_argument_that_it_can_replace() -> None:
+    def step(x, y, z):
+        constrained = jax.lax.with_sharding_constraint(z * 2, NamedSharding(M42, P(None, "model")))
+        return x * 2, x + y, constrained, z.T, x
+
+    fn = ns.named_jit(step)
+    with jax.set_mesh(M42):
+        x, y, z = put(counting(8, 4), M42, "data"), put(counting(8, 4), M42), put(counting(8, 4), M42, "data")
+        out = fn(x, y, z)
+        assert out[0].sharding.is_equivalent_to(x.sharding, 2)
+        assert out[2].sharding.spec == P(None, "model")
+        assert out[4].sharding.is_equivalent_to(x.sharding, 2)
+        said = [(o.path, o.by) for o in fn.lower(x, y, z).compile().outputs()]
+        chosen, like = "chosen by the compiler", "as the argument that it replaces"
+        assert said == [("[0]", like), ("[1]", chosen), ("[2]", chosen), ("[3]", chosen), ("[4]", like)]
+        # For other arguments, the same trace has other results.
+        other = fn(y, y, z)
+        assert other[0].sharding.is_equivalent_to(y.sharding, 2)
+        assert other[1].sharding.is_equivalent_to(y.sharding, 2)
+        assert fn.report().traces == 1
+
+
+def test_eval_shape_of_results_in_host_memory() -> None:
+    def step(x):
+        return ns.offload(x * 2), ns.offload(x @ jnp.ones((4, 8))), x.sum()
+
+    for where in (M42, mesh((4, 2), "data model", (jax.sharding.AxisType.Explicit,) * 2)):
+        with jax.set_mesh(where):
+            x = put(counting(8, 4), where, "data")
+            for got, real in zip(ns.named_jit(step).eval_shape(x), ns.named_jit(step)(x), strict=True):
+                kind = real.sharding.memory_kind
+                assert kind == "device" or (kind == "pinned_host" == got.sharding.memory_kind)
+                assert got.sharding is None or got.sharding.is_equivalent_to(real.sharding, real.ndim)
+    # An abstract mesh has nothing to compile for.
+    with jax.sharding.use_abstract_mesh(M42.abstract_mesh):
+        struct = jax.ShapeDtypeStruct((8, 4), np.float32)
+        assert ns.named_jit(step).eval_shape(struct)[1].shape == (8, 8)
 
 
 def test_explain_says_who_placed_each_output() -> None:

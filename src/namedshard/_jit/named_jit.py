@@ -315,7 +315,7 @@ class NamedJit:
         arrays = self._trace(call, program.select(leaves))
         places = [program.known_place(n, call.like) for n in range(len(program.outputs))]
         unknown = [n for n, o in enumerate(program.outputs) if o.memory_kind != "device" and places[n] is None]
-        if unknown and isinstance(program.mesh, Mesh | None) and compat.nothing_traced():
+        if unknown and not isinstance(program.mesh, AbstractMesh) and compat.nothing_traced():
             got = Lowered(call.jitted.lower(*arrays), call, self._prefix, ()).compile().outputs()
             for n in unknown:
                 places[n] = got[n].got

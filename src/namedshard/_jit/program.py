@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import OffloadError, count_of, message, warn_user
@@ -26,7 +26,7 @@ from namedshard._place.route import placement_of, same_place, unreduced_axes
 from namedshard._place.shard import place_leaves
 from namedshard._place.traced import scrambled
 from namedshard._plan.leaves import Leaf, named_leaves
-from namedshard._plan.mapping import AxisMapping, axis_mapping
+from namedshard._plan.mapping import AxisMapping, axis_mapping, axis_names, spec_entries, spec_entry
 from namedshard._plan.mesh import MeshLike, manual_axes, resolve_mesh
 from namedshard._plan.plan import output_places, plan_leaves
 from namedshard._types import PyTree, PyTreeDef, Tracer
@@ -203,10 +203,10 @@ class Program:
 
     def jitted_for(self, like: Mapping[int, NamedSharding]) -> Any:
         """The traced function for ``jax.jit`` to run, with `places_of_arguments` for some outputs."""
-        key = tuple(like.items())
+        wanted = {n: want for n, want in like.items() if self._has_to_be_placed(n, want)}
+        key = tuple(wanted.items())
         with self._one_thread():
             if key not in self._variants:
-                wanted = {n: want for n, want in like.items() if self._has_to_be_placed(n, want)}
                 by_jit = {n: want for n, want in wanted.items() if self._left_to_jit(self.outputs[n].aval, want)}
                 rest = [(n, want) for n, want in wanted.items() if n not in by_jit]
                 placed = [by_jit.get(n, want) for n, want in enumerate(self._out_shardings)]
@@ -267,7 +267,7 @@ class Program:
         if not o.aval.size or compat.is_key_array(o.aval):
             return None
         same = [n for n in o.unplaced_sources if n >= 0 and _has_type(values[n], o)]
-        places = {values[n].sharding for n in [n for n in same if n in self.donate] or same}
+        places = {_one_form(values[n].sharding) for n in [n for n in same if n in self.donate] or same}
         want = places.pop() if len(places) == 1 else None
         if not isinstance(want, NamedSharding) or not isinstance(want.mesh, Mesh) or unreduced_axes(want):
             return None
@@ -431,6 +431,16 @@ class _Path(str):
 
 def _is_output_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _one_form(sharding: Any) -> Any:
+    """A sharding whose spec ends with no None: equal ones are then the same."""
+    if not isinstance(sharding, NamedSharding) or unreduced_axes(sharding):
+        return sharding
+    entries = [spec_entry(axis_names(entry)) for entry in spec_entries(sharding.spec)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return sharding.update(spec=PartitionSpec(*entries))
 
 
 def _is_typed(aval: Any, want: NamedSharding) -> bool:

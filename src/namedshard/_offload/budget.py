@@ -125,8 +125,8 @@ def _groups(sets: Sequence[Sequence[int]], sizes: Mapping[int, int], budget: int
     groups: list[list[int]] = []
     used = 0
     for together in sets:
-        # A new state stands beside the old one until the old one is dropped.
-        size = 2 * sum(sizes[i] for i in together)
+        # New states stand beside the old ones until they have left, and meanwhile the next group comes in.
+        size = 3 * sum(sizes[i] for i in together)
         if not groups or used + size > budget:
             groups.append([])
             used = 0
