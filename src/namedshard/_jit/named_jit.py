@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MismatchError, NoMeshError, human_bytes
