@@ -89,6 +89,7 @@ def test_every_shape_that_fits_has_every_device_once(name: str, options: dict[st
             mesh = ns.topology_mesh(name, dict(zip("abc", shape, strict=True)), **options)
             assert mesh.devices.shape == shape
             assert len({d.id for d in mesh.devices.flat}) == count
+            assert NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host").memory_kind == "pinned_host"
 
 
 def test_large_slices_take_no_time() -> None:
@@ -219,12 +220,16 @@ def test_plans_and_structs(mesh: Mesh) -> None:
         ns.shard(placed, MAPPING, mesh, memory_kind="fast")
 
 
-def test_memory_kinds_of_other_processes() -> None:
-    """On a mesh of another process's devices, too."""
-    all_of_it = ns.topology_mesh("v5e:4x4", {"data": 4, "model": 4}).devices.flat
-    mesh = Mesh(np.array([d for d in all_of_it if d.process_index == 3]).reshape(2, 2), ("data", "model"))
-    with pytest.raises(ns.MemoryKindError):
-        ns.shard(struct(), MAPPING, mesh, memory_kind="fast")
+def test_memory_kinds_that_jax_would_forget() -> None:
+    """Only devices of the first process tell their memories, and JAX asks the first device of a mesh."""
+    devices = list(ns.topology_mesh("v5e:4x4", {"data": 4, "model": 4}).devices.flat)
+    third = Mesh(np.array([d for d in devices if d.process_index == 3]).reshape(2, 2), ("data", "model"))
+    for mesh in (third, Mesh(np.array(devices[::-1]).reshape(4, 4), ("data", "model"))):
+        assert NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host").memory_kind is None
+        assert ns.shard(struct(), MAPPING, mesh, memory_kind="device").array.sharding.mesh == mesh
+        for kind in ("pinned_host", "fast"):
+            with pytest.raises(ns.MemoryKindError, match=f"memory kind '{kind}' can't be asked of tpu devices"):
+                ns.shard(struct(), MAPPING, mesh, memory_kind=kind)
 
 
 def test_init_gives_structs(mesh: Mesh) -> None:
@@ -261,6 +266,19 @@ def test_functions_compile(mesh: Mesh) -> None:
     within = jax.jit(lambda x: double(hax.named(x, ("inn", "out"))).array)
     with jax.set_mesh(mesh):
         assert within.lower(placed.array).compile().memory_analysis().output_size_in_bytes == BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("v3:2x2", {}), ("v4:2x2x1", {}), ("v4:2x2x2", MEGACORE), ("v5p:2x2x2", {}), ("v6e:2x4", {}), ("tpu7x:2x2x1", {})],
+)
+def test_every_kind_compiles(name: str, options: dict[str, Any]) -> None:
+    mesh = ns.topology_mesh(name, {"data": 2, "model": 4}, **options)
+    placed = ns.shard(struct(), MAPPING, mesh)
+    with jax.set_mesh(mesh):
+        compiled = ns.named_jit(lambda w: w / w.sum(In), MAPPING).lower(placed).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == BYTES
+    assert "all-reduce" in compiled.as_text()
 
 
 def test_the_docstring_example() -> None:

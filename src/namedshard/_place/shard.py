@@ -252,6 +252,7 @@ def check_memory_of(devices: Sequence[Device], memory_kind: str) -> None:
     """The same for devices of one kind that belong to this process."""
     for device in devices[:1]:
         kinds = sorted(m.kind for m in device.addressable_memories())
+        # Of a topology, only TPUs of the first process tell any. JAX forgets memory kinds if the first device doesn't.
         if not kinds and memory_kind != "device":
             raise MemoryKindError(
                 f"memory kind {memory_kind!r} can't be asked of {device.platform} devices that aren't attached: JAX"
