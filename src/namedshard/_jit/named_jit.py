@@ -413,9 +413,9 @@ def named_jit(
         in_axis_resources: What each named argument must be sharded by; by default an argument may have any spec, but
             must be on the context mesh. Host arrays and uncommitted ones are placed by this mapping, else by
             ``axis_resources``.
-        out_axis_resources: How named results are sharded; ``axis_resources`` by default. Plain results come out like the
-            argument that they replace: of their type, and the only one (or the only donated one) that they are computed
-            from element by element. Others are left to the compiler.
+        out_axis_resources: How named results are sharded; ``axis_resources`` by default. Plain results come out like
+            the argument that they replace: of their type, and the only one (or the only donated one) that they are
+            computed from element by element. Others are left to the compiler.
         donate_args: For each positional argument: True, False, a function of a leaf, or a tree of these that is a
             prefix of the argument.
         donate_kwargs: The same by name, however the argument is passed; True for all that are passed by keyword.
