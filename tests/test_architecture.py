@@ -35,7 +35,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
 
 # Open to every part, so that the table needn't repeat it.
 OPEN = {"types", "cache"}
-MAY_MOVE = {"_place.local", "_place.traced"}
+MAY_MOVE = {"_place.local", "_place.compiled", "_place.traced"}
 MOVERS = {
     "device_put",
     "device_put_replicated",

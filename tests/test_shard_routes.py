@@ -1,5 +1,6 @@
 """Every way an array can take: sources x targets x memory kinds, donation, ties, all or nothing."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +32,6 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard._place import local as _local
 from namedshard._place.route import Placement, Route, obstacle, placement_of, route_for
 
 BASE = counting(8, 16)
@@ -80,11 +80,11 @@ KINDS = (None, "device", "pinned_host", "unpinned_host")
 
 
 @pytest.fixture(params=["rebuilt from pieces", "as on accelerators"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """CPUs have a way of their own; the ones that other devices take must be right as well, and run here too."""
-    if request.param == "as on accelerators":
-        monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
-    yield
+    as_accelerators = request.param == "as on accelerators"
+    with ns.testing.accelerator_routes() if as_accelerators else contextlib.nullcontext():
+        yield
 
 
 @pytest.mark.usefixtures("either_way")
@@ -332,11 +332,11 @@ WANT = NamedSharding(M42, P("data", "model"))
         ("replicated", Route.CONSTRAIN),
         ("same devices, other names", Route.CONSTRAIN),
         ("explicit", Route.CONSTRAIN),
-        ("permuted", Route.DEVICE_PUT),
-        ("reversed", Route.DEVICE_PUT),
+        ("permuted", Route.PERMUTE),
+        ("reversed", Route.PERMUTE),
         ("half", Route.DEVICE_PUT),
         ("pinned", Route.DEVICE_PUT),
-        ("pinned elsewhere", Route.DEVICE_PUT),
+        ("pinned elsewhere", Route.PERMUTE),
     ],
 )
 def test_the_route_of_each_source(source: str, expected: Route) -> None:
@@ -362,7 +362,7 @@ def test_the_routes_across_processes() -> None:
         return Placement("array", sharding, True, False, "device")
 
     assert route_for(far(NamedSharding(M42, P("model"))), WANT, (8, 16)) is Route.CONSTRAIN_JIT
-    assert route_for(far(NamedSharding(PERMUTED42, P())), WANT, (8, 16)) is Route.DEVICE_PUT
+    assert route_for(far(NamedSharding(PERMUTED42, P())), WANT, (8, 16)) is Route.PERMUTE
     assert route_for(far(NamedSharding(HALF, P())), WANT, (8, 16)) is Route.COLLECTIVE
     assert route_for(far(NamedSharding(M42, P("data", "model"))), WANT, (8, 16)) is Route.KEEP
 

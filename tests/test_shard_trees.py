@@ -1,5 +1,6 @@
 """Whole trees through `shard`: nothing done twice, all or nothing, structs."""
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,6 @@ from support import (
 )
 
 import namedshard as ns
-from namedshard._place import local as _local
 
 BASE = counting(8, 16)
 MAPPING = {"a": "data", "b": "model"}
@@ -40,11 +40,11 @@ def put(x: Any, where: Any, *spec: Any, kind: str = "device") -> jax.Array:
 
 
 @pytest.fixture(params=["rebuilt from pieces", "as on accelerators"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """CPUs have a way of their own; the ones that other devices take must be right as well, and run here too."""
-    if request.param == "as on accelerators":
-        monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
-    yield
+    as_accelerators = request.param == "as on accelerators"
+    with ns.testing.accelerator_routes() if as_accelerators else contextlib.nullcontext():
+        yield
 
 
 # --- whole trees ------------------------------------------------------------------------------------------------------

@@ -174,15 +174,13 @@ def test_bytes_on_a_device_while_a_leaf_moves() -> None:
 
 def test_what_the_compiler_needs_is_found_out_for_large_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     x = put(counting(64, 64, 8), P("data", "model"))
-    across = NamedSharding(M42, P(None, None, ("data", "model")))
-    # The compiler gathers the whole array for this.
-    monkeypatch.setattr(collective, "CHUNK_BYTES", x.nbytes - 1)
-    assert not collective.compiler_stays_bounded(x, across)
-    monkeypatch.setattr(collective, "CHUNK_BYTES", x.nbytes)
-    assert collective.compiler_stays_bounded(x, across)
-    # For this it does not.
-    monkeypatch.setattr(collective, "CHUNK_BYTES", 1024)
-    assert collective.compiler_stays_bounded(put(counting(64, 64, 8), P("data")), NamedSharding(M42, P()))
+    for want in (NamedSharding(M42, P(None, None, ("data", "model"))), NamedSharding(M8_REVERSED, P("data"))):
+        needed = collective._compiled_bytes(x.shape, x.dtype, x.sharding, want)
+        assert 0 < needed < x.nbytes
+        monkeypatch.setattr(collective, "CHUNK_BYTES", needed - 1)
+        assert not collective.compiler_stays_bounded(x, want)
+        monkeypatch.setattr(collective, "CHUNK_BYTES", needed)
+        assert collective.compiler_stays_bounded(x, want)
 
 
 def test_boxes_of_all_sizes_are_read_from_accelerators_by_few_programs(monkeypatch) -> None:

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, Sharding
 from jaxtyping import PyTree
 
 from namedshard._errors import at, count_of, message
+from namedshard._place import local
 from namedshard._place.gather import to_host
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._plan.mapping import MappingLike
@@ -63,6 +64,24 @@ def use_virtual_devices(count: int) -> None:
             f"JAX has started with {len(devices)} {kind}devices: call use_virtual_devices({count}) before"
             " anything uses JAX"
         )
+
+
+def accelerator_routes() -> contextlib.AbstractContextManager[None]:
+    """Move arrays between CPU devices as between accelerators: from device to device, not through the host's memory.
+
+    So moves that accelerators make can be tested on virtual devices. The environment variable
+    ``NAMEDSHARD_ACCELERATOR_ROUTES=1`` does the same for a whole process.
+
+    Returns:
+        A context manager, for all threads.
+
+    Examples:
+        >>> import haliax as hax, namedshard as ns
+        >>> mesh = ns.testing.virtual_mesh((1,), ("data",))
+        >>> with ns.testing.accelerator_routes():
+        ...     x = ns.shard(hax.zeros(hax.Axis("batch", 4)), {"batch": "data"}, mesh)
+    """
+    return local.accelerator_routes()
 
 
 def virtual_mesh(

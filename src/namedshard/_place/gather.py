@@ -14,6 +14,7 @@ from namedshard._errors import TracedMoveError, count_of, deleted_arrays
 from namedshard._place import exchange as ex
 from namedshard._place import transfer as collective
 from namedshard._place.boxes import whole
+from namedshard._place.keys import raw, raw_type
 from namedshard._place.local import summed
 from namedshard._place.route import check_movable, placement_of
 from namedshard._plan.leaves import Leaf, named_leaves
@@ -91,7 +92,7 @@ def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str)
     keep = process is None or process == jax.process_index()
     with compat.no_context_mesh():
         # Before the others wait: there may be too little memory.
-        types = [collective.raw_type(leaf.value) for leaf in leaves]
+        types = [raw_type(leaf.value) for leaf in leaves]
         out = [np.empty(x.shape, x.dtype) if keep else None for x in types]
         own = set(range(len(leaves)))
         if jax.process_count() > 1:
@@ -100,7 +101,7 @@ def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str)
             own |= {i for i, leaf in enumerate(described) if leaf.source == UNCOMMITTED}
         shared = [i for i in range(len(leaves)) if i not in own]
         with guard_exchange(bool(shared)):
-            arrays = [collective.raw(summed(leaf.value)) for leaf in leaves]
+            arrays = [raw(summed(leaf.value)) for leaf in leaves]
             mine = sorted(own) if keep else []
             devices = [(next(iter(arrays[i].sharding.addressable_devices)),) for i in mine]
             _fill([arrays[i] for i in mine], devices, [out[i] for i in mine], budget)

@@ -1,7 +1,9 @@
 """EFFECTS. Moves arrays inside one process, batched over all the leaves that take the same route."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
 from namedshard._place import boxes
+from namedshard._place.compiled import move_compiled
+from namedshard._place.keys import like, raw, raw_sharding
 from namedshard._place.route import Move, Route, placement_of, unreduced_axes
-from namedshard._place.traced import change_traced_memory, constrain_traced, scrambled
+from namedshard._place.traced import change_traced_memory, constrain_traced
 from namedshard._plan.leaves import jax_dtype
 from namedshard._plan.mapping import plain_spec
 from namedshard._plan.mesh import require_attached
@@ -53,7 +57,7 @@ def _move(work: Sequence[Move]) -> None:
         elif move.route is Route.FROM_HOST:
             from_host.append(move)
         else:
-            (constrained if move.route is Route.CONSTRAIN and not on_cpus(move.want) else rest).append(move)
+            (constrained if _stays_on_devices(move) else rest).append(move)
     if from_host:
         values = [m.value if isinstance(m.value, jax.Array) else _own(m.value) for m in from_host]
         _put(from_host, [m.want for m in from_host], values)
@@ -64,12 +68,21 @@ def _move(work: Sequence[Move]) -> None:
         _put(rest, [_device_sharding(m.want) for m in rest], [m.value for m in rest])
 
 
+def _stays_on_devices(move: Move) -> bool:
+    """Whether accelerators move an array among themselves: to other shards, on the devices that it is on."""
+    have: Any = move.value.sharding
+    if on_cpus(move.want) or have.device_set != move.want.device_set or not move.value.size:
+        return False
+    return not have.with_memory_kind(move.want.memory_kind).is_equivalent_to(move.want, move.value.ndim)
+
+
 def summed(x: jax.Array) -> jax.Array:
     """The array, or the sum of its parts where it is ``unreduced``: such shards are no parts of its values."""
     if not unreduced_axes(x.sharding):
         return x
     have: Any = x.sharding
-    return _identity((NamedSharding(have.mesh, plain_spec(have.spec)),))(_to_device_memory(x))[0]
+    plain = NamedSharding(have.mesh, plain_spec(have.spec))
+    return jax.jit(lambda x: x, out_shardings=plain)(_to_device_memory(x))
 
 
 def _sum(move: Move) -> None:
@@ -141,9 +154,29 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
     return jnp.copy(x) if any(wanted.get(d) == index for d, index in have.items()) else x
 
 
-@functools.lru_cache(maxsize=4096)
+class _Routes:
+    """Whether CPU devices are moved between like accelerators; for tests."""
+
+    as_accelerators = os.environ.get("NAMEDSHARD_ACCELERATOR_ROUTES") == "1"
+
+
+@contextlib.contextmanager
+def accelerator_routes() -> Generator[None, None, None]:
+    """In this block, move arrays between CPU devices as between accelerators, in every thread."""
+    before, _Routes.as_accelerators = _Routes.as_accelerators, True
+    try:
+        yield
+    finally:
+        _Routes.as_accelerators = before
+
+
 def on_cpus(where: Sharding | Mesh | None) -> bool:
     """True if all devices of a sharding or mesh (None: the default device) are CPUs, whose memory numpy sees."""
+    return not _Routes.as_accelerators and _are_cpus(where)
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_cpus(where: Sharding | Mesh | None) -> bool:
     if where is None:
         return jax.local_devices()[0].platform == "cpu"
     return all(d.platform == "cpu" for d in (where.devices.flat if isinstance(where, Mesh) else where.device_set))
@@ -181,11 +214,12 @@ def _copy_shards(move: Move) -> None:
 
 
 def _in_this_memory(move: Move) -> bool:
-    """True if this host's own memory holds the source and will hold the result, and numpy can carry it over."""
+    """True if this host's own memory holds all of source and result, and numpy can carry it over."""
     x = move.value
-    if not on_cpus(move.want):
+    if isinstance(x, jax.Array) and compat.is_key_array(x):
         return False
-    return not isinstance(x, jax.Array) or not (compat.is_key_array(x) or not on_cpus(x.sharding))
+    # Compilers forget where arrays without elements belong.
+    return not x.size or (on_cpus(move.want) and (not isinstance(x, jax.Array) or on_cpus(x.sharding)))
 
 
 @compat.explicit_transfers()
@@ -252,30 +286,30 @@ def _to_device_memory(x: jax.Array) -> jax.Array:
 
 def _finish(work: Sequence[Move], results: Sequence[jax.Array]) -> None:
     """Move results to the memory that is wanted, and delete the sources that are given up."""
-    elsewhere = [i for i, (m, r) in enumerate(zip(work, results, strict=True)) if r.sharding != m.want]
-    moved = jax.device_put([results[i] for i in elsewhere], [work[i].want for i in elsewhere])
-    there = dict(zip(elsewhere, moved, strict=True))
-    for i, (move, result) in enumerate(zip(work, results, strict=True)):
-        move.result = there.get(i, result)
+    for move, result in zip(work, _in_memory(results, [m.want for m in work]), strict=True):
+        move.result = result
         if move.donate:
             move.value.delete()
 
 
-@functools.lru_cache(maxsize=256)
-def _identity(shardings: tuple[Sharding, ...]) -> Callable[..., Any]:
-    def identity(*xs: jax.Array) -> tuple[jax.Array, ...]:
-        return xs
-
-    return jax.jit(identity, out_shardings=shardings)
+def _in_memory(results: Sequence[jax.Array], wanted: Sequence[NamedSharding]) -> list[jax.Array]:
+    elsewhere = [i for i, (r, want) in enumerate(zip(results, wanted, strict=True)) if r.sharding != want]
+    moved = jax.device_put([results[i] for i in elsewhere], [wanted[i] for i in elsewhere])
+    there = dict(zip(elsewhere, moved, strict=True))
+    return [there.get(i, result) for i, result in enumerate(results)]
 
 
 def constrain_jit(work: Sequence[Move]) -> None:
-    """One compiled identity for the whole batch; collectives between the devices, nothing passes through the host."""
-    shardings = tuple(_device_sharding(m.want) for m in work)
+    """One compiled program for the whole batch; collectives between the devices, nothing passes through the host."""
     with compat.keeping_bits(m.value.dtype for m in work):
-        sources = [_to_device_memory(m.value) for m in work]
-        moved = _identity(shardings)(*(x.astype(jnp.int8) if scrambled(x.dtype) else x for x in sources))
-        _finish(work, [y if y.dtype == x.dtype else y.astype(x.dtype) for x, y in zip(sources, moved, strict=True)])
+        sources = [_to_device_memory(raw(m.value)) for m in work]
+        wanted = [raw_sharding(m.value, m.want) for m in work]
+        moved = move_compiled(sources, list(map(_device_sharding, wanted)))
+        there = _in_memory(moved, wanted)
+        for move, x in zip(work, there, strict=True):
+            move.result = like(move.value, x)
+            if move.donate:
+                move.value.delete()
 
 
 # --- memory kinds -----------------------------------------------------------------------------------------------------

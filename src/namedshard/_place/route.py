@@ -28,6 +28,7 @@ class Route(enum.Enum):
     FROM_HOST = "from host"
     CONSTRAIN = "constrain"
     CONSTRAIN_JIT = "constrain in jit"
+    PERMUTE = "permute"
     DEVICE_PUT = "device_put"
     COLLECTIVE = "collective"
 
@@ -136,6 +137,8 @@ def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Ro
     same_devices = compat.device_order(now.sharding) == compat.device_order(want)
     if same_devices and now.memory_kind == want.memory_kind:
         return Route.CONSTRAIN if now.addressable else Route.CONSTRAIN_JIT
+    if not same_devices and isinstance(now.sharding, NamedSharding) and now.sharding.device_set == want.device_set:
+        return Route.PERMUTE if math.prod(shape) else Route.DEVICE_PUT
     if now.addressable and want.is_fully_addressable:
         return Route.DEVICE_PUT
     if not now.addressable and now.sharding.device_set == want.device_set:

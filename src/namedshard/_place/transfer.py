@@ -1,8 +1,8 @@
 """EFFECTS. Moves that involve several processes.
 
 On CPUs all of them go through `exchange`: pieces travel straight from the shard that has them to the shard that wants
-them, in slots of bounded size. Elsewhere the compiler's collectives are used where source and target have the same
-devices, and `exchange` where they do not.
+them, in slots of bounded size. Elsewhere `compiled` programs do the same on the devices, where source and target have
+the same ones, and `exchange` where they do not.
 """
 
 import collections
@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from namedshard import _jaxcompat as compat
+from namedshard._place import compiled, local
 from namedshard._place import exchange as ex
-from namedshard._place import local
 from namedshard._place.boxes import aligned_empty, distinct_shards, local_slices, shape_of, volume
+from namedshard._place.keys import like, raw, raw_sharding, raw_type
 from namedshard._place.route import CHUNK_BYTES, Move, Route
 from namedshard._plan.leaves import jax_dtype
 from namedshard._processes.agreement import agree, describe_leaf
@@ -62,14 +63,14 @@ def _run(work: Sequence[Move]) -> None:
     exchanged = ways[Route.COLLECTIVE]
     targets: list[ex.Layout] = []
     buffers: list[dict[Bounds, np.ndarray]] = []
-    for x, want in ((raw_type(m.value), _raw_sharding(m.value, m.want)) for m in exchanged):
+    for x, want in ((raw_type(m.value), raw_sharding(m.value, m.want)) for m in exchanged):
         targets.append(ex.layout_of(want, x.shape))
         buffers.append({box: aligned_empty(shape_of(box), x.dtype) for box in distinct_shards(x.shape, want)})
     agree("shard", [describe_leaf(m.path, m.value, m.want, host=m.route is Route.FROM_HOST) for m in work])
     with guard_exchange(bool(ways[Route.CONSTRAIN_JIT] or exchanged)):
-        if compiled := [m for m in ways[Route.CONSTRAIN_JIT] if m.want.addressable_devices]:
-            local.constrain_jit(compiled)
-            run_watched(lambda: jax.block_until_ready([move.result for move in compiled]))
+        if near := [m for m in ways[Route.CONSTRAIN_JIT] if m.want.addressable_devices]:
+            local.constrain_jit(near)
+            run_watched(lambda: jax.block_until_ready([move.result for move in near]))
         if exchanged:
             crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
             exchange([raw(m.value) for m in exchanged], targets, buffers, CHUNK_BYTES * crowd)
@@ -79,7 +80,7 @@ def _run(work: Sequence[Move]) -> None:
             _finish(move, pieces)
     for move in ways[Route.FROM_HOST]:
         x = move.value
-        move.result = _like(x, local.shard_host_value(raw(x), _raw_sharding(x, move.want)))
+        move.result = like(x, local.shard_host_value(raw(x), raw_sharding(x, move.want)))
         if move.donate:
             x.delete()
 
@@ -89,65 +90,36 @@ def _finish(move: Move, pieces: Mapping[Bounds, np.ndarray]) -> None:
     x = move.value
     base = raw_type(x)
     dtype = base.dtype if isinstance(x, jax.Array) else jax_dtype(base.dtype)
-    move.result = _like(x, local.from_pieces(tuple(base.shape), dtype, _raw_sharding(x, move.want), pieces))
+    move.result = like(x, local.from_pieces(tuple(base.shape), dtype, raw_sharding(x, move.want), pieces))
     if move.donate:
         x.delete()
 
 
 def _way(move: Move) -> Route:
-    """FROM_HOST, CONSTRAIN_JIT or COLLECTIVE.
-
-    JAX's own way to another order of devices is left alone: the compiler gathers whole arrays on it, or crashes.
-    """
+    """FROM_HOST, CONSTRAIN_JIT or COLLECTIVE."""
     if move.route is Route.FROM_HOST:
         return Route.FROM_HOST
-    if local.on_cpus(move.want) or compat.device_order(move.value.sharding) != compat.device_order(move.want):
+    ordered = compat.device_order(move.value.sharding) == compat.device_order(move.want)
+    if local.on_cpus(move.want) or not (ordered or move.route is Route.PERMUTE):
         return Route.COLLECTIVE
-    bounded = compiler_stays_bounded(raw(move.value), _raw_sharding(move.value, move.want))
+    bounded = compiler_stays_bounded(raw(move.value), raw_sharding(move.value, move.want))
     return Route.CONSTRAIN_JIT if bounded else Route.COLLECTIVE
 
 
 def compiler_stays_bounded(x: jax.Array, want: NamedSharding) -> bool:
-    """Whether the compiler's own way needs at most `CHUNK_BYTES` on a device beyond source and target shards.
-
-    For some changes it gathers the whole array on each device.
-    """
+    """Whether the compiled program needs at most `CHUNK_BYTES` on a device beyond source and target shards."""
     return x.nbytes <= CHUNK_BYTES or _compiled_bytes(x.shape, x.dtype, x.sharding, want) <= CHUNK_BYTES
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: NamedSharding) -> int | float:
     """Device memory that a compiled change of sharding takes for itself."""
-    struct = jax.ShapeDtypeStruct(shape, dtype, sharding=source.with_memory_kind("device"))
-    identity = jax.jit(lambda x: x, out_shardings=want.with_memory_kind("device"))
-    needs = identity.lower(struct).compile().memory_analysis()
+    have, wanted = source.with_memory_kind("device"), want.with_memory_kind("device")
+    needs = compiled.lowered(shape, dtype, have, wanted).compile().memory_analysis()
     return math.inf if needs is None else needs.temp_size_in_bytes
 
 
 # --- the pieces themselves --------------------------------------------------------------------------------------------
-
-
-def raw(x: Any) -> Any:
-    """The array itself, or the integers under an array of typed keys."""
-    return jax.random.key_data(x) if compat.is_key_array(x) else x
-
-
-def raw_type(x: Any) -> Any:
-    """Shape and dtype of the integers under an array of keys, else of the array; nothing runs."""
-    return jax.eval_shape(jax.random.key_data, x) if compat.is_key_array(x) else x
-
-
-def _raw_sharding(x: Any, want: NamedSharding) -> NamedSharding:
-    extra = raw_type(x).ndim - x.ndim
-    spec = PartitionSpec(*want.spec, *[None] * (x.ndim - len(want.spec) + extra))
-    return NamedSharding(want.mesh, spec, memory_kind=want.memory_kind) if extra else want
-
-
-def _like(x: Any, built: jax.Array) -> jax.Array:
-    """Raw data in the form (keys, weak type) that the source has."""
-    if compat.is_key_array(x):
-        return jax.random.wrap_key_data(built, impl=jax.random.key_impl(x))
-    return compat.as_weak(built) if isinstance(x, jax.Array) and x.weak_type else built
 
 
 def exchange(
