@@ -161,7 +161,6 @@ def test_what_is_not_returned_is_not_computed() -> None:
 
 
 def test_parts_of_one_large_value_that_feed_each_other() -> None:
-
     def fn(key: Any) -> Any:
         large = jr.normal(key, (512, 512))
         first = large[:256] * 2

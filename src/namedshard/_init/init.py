@@ -176,7 +176,7 @@ def init(
         elif exact:
             tree, extra = _eager(request, found, where, memory_kind)
         else:
-            tree, extra = _compiled(request, found, where, memory_kind)
+            tree, extra = _by_programs(request, found, where, memory_kind)
     if not report:
         return tree
     return tree, dataclasses.replace(_measured(tree, started), **extra())
@@ -205,7 +205,7 @@ def _traced(request: Request, mapping: AxisMapping | None, mesh: MeshLike | None
     return shard(tree, mapping or AxisMapping(), mesh, memory_kind=memory_kind)
 
 
-def _compiled(
+def _by_programs(
     request: Request, mapping: AxisMapping | None, mesh: MeshLike | None, memory_kind: str | None
 ) -> tuple[PyTree, Callable[[], dict[str, Any]]]:
     """Compiles and runs the programs; also returns a function for what only they can report."""

@@ -79,8 +79,8 @@ def _on_data(eqn: JaxprEqn, avals: Sequence[Any]) -> Callable[..., Any]:
     return jax.jit(init_keys)
 
 
-_compiled: BoundedCache[Callable[..., Any]] = BoundedCache(256)
-compat.clear_with_jax(_compiled)
+_derivations: BoundedCache[Callable[..., Any]] = BoundedCache(256)
+compat.clear_with_jax(_derivations)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -117,7 +117,7 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
         if run is None:
             avals = [graph.aval(ref) for ref in op.inputs]
             key = freeze_op(op.eqn), tuple(map(array_type, avals))
-            run = _compiled.get(key) or _compiled.put(key, _on_data(op.eqn, avals))
+            run = _derivations.get(key) or _derivations.put(key, _on_data(op.eqn, avals))
         steps.append((op, run))
         known.update(op.outputs)
 
@@ -134,4 +134,4 @@ def schedule(graph: Graph, readable: Iterable[int]) -> KeySchedule:
 def _is_on_integers(op: Op) -> bool:
     if op.eqn.effects or not all(is_exact(v.aval) for v in op.eqn.outvars):
         return False
-    return not any(floats or name == "random_bits" for name, floats in contents_of(op.eqn)[0])
+    return not any(floats or name == "random_bits" for name, floats in contents_of(op.eqn))

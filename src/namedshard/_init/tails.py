@@ -201,30 +201,26 @@ def is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and not compat.is_key_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-_contents: "weakref.WeakKeyDictionary[Jaxpr, tuple[frozenset[tuple[str, bool]], int]]" = weakref.WeakKeyDictionary()
+_contents: "weakref.WeakKeyDictionary[Jaxpr, frozenset[tuple[str, bool]]]" = weakref.WeakKeyDictionary()
 
 
-def contents_of(eqn: JaxprEqn) -> tuple[frozenset[tuple[str, bool]], int]:
-    """The operations that an equation runs, each by its name and whether it has floating values; the largest size."""
+def contents_of(eqn: JaxprEqn) -> frozenset[tuple[str, bool]]:
+    """The operations that an equation runs, each by its name and whether it has floating values."""
     body = compat.called(eqn)
-    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    names = set[tuple[str, bool]]() if body is not None else {(eqn.primitive.name, any(map(is_float, avals)))}
-    size = max((math.prod(getattr(aval, "shape", ())) for aval in avals), default=0)
+    floats = any(is_float(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    names = frozenset({(eqn.primitive.name, floats)} if body is None else ())
     for jaxpr in compat.inner_jaxprs(eqn.params if body is None else body):
         found = _contents.get(jaxpr)
         if found is None:
-            inner = list(map(contents_of, jaxpr.eqns))
-            union = frozenset[tuple[str, bool]]().union(*(n for n, _ in inner))
-            found = _contents.setdefault(jaxpr, (union, max((s for _, s in inner), default=0)))
-        names |= found[0]
-        size = max(size, found[1])
-    return frozenset(names), size
+            found = _contents.setdefault(jaxpr, frozenset[tuple[str, bool]]().union(*map(contents_of, jaxpr.eqns)))
+        names |= found
+    return names
 
 
 def _is_expensive(op: Op) -> bool:
     """Whether leaves share an operation's result: cheap or small ones are computed by each."""
     large = any(math.prod(getattr(v.aval, "shape", ())) > SMALL_SIZE for v in op.eqn.outvars)
-    return large and any(name not in _CHEAP for name, _ in contents_of(op.eqn)[0])
+    return large and any(name not in _CHEAP for name, _ in contents_of(op.eqn))
 
 
 # --- which leaves one program computes --------------------------------------------------------------------------------
@@ -327,7 +323,7 @@ def tail_of(graph: Graph, small: Container[int], ops: Sequence[Op], results: Seq
         own.append(Op(op.eqn, tuple(ref for _, ref in keys_and_refs), op.outputs))
     key = tuple(lines), tuple(made[v] for v in results)
     jits = [str(op.eqn.params["name"]).strip("_") for op in ops if "name" in op.eqn.params]
-    floating = {name for op in ops for name, floats in contents_of(op.eqn)[0] if floats}
+    floating = {name for op in ops for name, floats in contents_of(op.eqn) if floats}
     return Tail(
         key,
         f"init_{jits[0] if jits else ops[-1].name}",

@@ -61,8 +61,6 @@ def _loose_numbers(tree: PyTree, leaves: Sequence[Leaf]) -> list[str]:
 
 def _why_not(value: Any) -> str:
     """Why an array cannot be written."""
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer) and unreduced_axes(value.sharding):
-        return "is still to be summed; shard it first, or use jax.sharding.reshard"
     if isinstance(value, jax.ShapeDtypeStruct):
         return "is abstract: it has no values"
     if isinstance(value, Tracer):
@@ -71,6 +69,8 @@ def _why_not(value: Any) -> str:
         return "was donated or deleted"
     if isinstance(value, jax.Ref):
         return "is a jax.Ref; save its value, ref[...]"
+    if isinstance(value, jax.Array) and unreduced_axes(value.sharding):
+        return "is still to be summed; shard it first, or use jax.sharding.reshard"
     if isinstance(value, np.ma.MaskedArray):
         return "is masked, and a file has no masks; fill it, or save data and mask"
     known = isinstance(value, jax.Array | np.ndarray | np.generic)
