@@ -243,6 +243,17 @@ def case_explain_shows_what_a_move_takes() -> None:
     equal("cross" in str(ns.explain(named(struct, "a b c"), mapping, where)), False)
 
 
+def case_as_accelerators_move_them() -> None:
+    with ns.testing.accelerator_routes():
+        case_every_dtype_in_other_orders()
+        case_keys()
+        case_empty_and_scalar()
+        case_weak_types_stay_weak()
+        case_tied_leaves_stay_tied()
+        case_donation()
+        case_host_inputs()
+
+
 SAME_DEVICES = ("all", "transposed", "reversed", "interleaved", "replicated", "explicit, reversed", "mixed")
 
 
