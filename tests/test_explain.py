@@ -333,7 +333,7 @@ def placements() -> dict[str, tuple[hax.NamedArray, str, str]]:
         "other order": (
             put(NamedSharding(REVERSED, P("model"))),
             "P('model') in another device order",
-            "device_put",
+            "permute",
         ),
         "other mesh": (put(NamedSharding(OTHER, P("x"))), "P('x') on mesh 'x'=4", "device_put"),
         "other types": (put(NamedSharding(EXPLICIT, P("model"))), "P('model') on other axis types", "constrain"),
