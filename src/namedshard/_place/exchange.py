@@ -2,8 +2,7 @@
 
 Pieces are the overlaps of source shards and target shards, so nothing moves that need not. All that one device sends
 to another is a stream of bytes; streams advance together, a slot of a fixed number of bytes at a time. A round is a
-partial permutation of the devices, in which each sends at most one slot and receives at most one (a greedy edge
-coloring of the bipartite graph of senders and receivers).
+partial permutation of the devices, in which each sends at most one slot and receives at most one.
 """
 
 import bisect
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 from jax.sharding import Sharding
 
 from namedshard._place.boxes import bounds_of, overlap, volume, whole
+from namedshard._place.rounds import Pair, color_edges
 from namedshard._types import Bounds
 
 ALIGNMENT = 16
@@ -27,7 +27,6 @@ TURNS = 8
 # What is sent, what is received, and three times as much for allocators: their threads do not hand memory back at once.
 _SHARES = 8
 
-Pair = tuple[int, int]
 # A ``jax.Device``, or anything else with an ``id`` and a ``process_index``: plans need no real ones.
 Device: TypeAlias = Any
 
@@ -265,7 +264,7 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
     while active := sorted((pair for pair, size in sizes.items() if size > start), key=lambda p: (-sizes[p], p)):
         left = [sizes[pair] - start for pair in active]
         length = left[0] if len(left) * left[0] <= 1.25 * sum(left) else left[len(left) // 2]
-        rounds = _color_edges(active)
+        rounds = _rounds(active)
         most = max(SMALLEST_SLOT, budget // (_SHARES * len(rounds)) // ALIGNMENT * ALIGNMENT)
         slot_bytes = min(most, max(SMALLEST_SLOT, _rounded(-(-length // -(-length // most)))))
         steps = -(-length // slot_bytes)
@@ -274,20 +273,11 @@ def _phases(sizes: Mapping[Pair, int], budget: int) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def _color_edges(pairs: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
-    rounds: list[list[Pair]] = []
-    sending: dict[int, int] = collections.defaultdict(int)
-    receiving: dict[int, int] = collections.defaultdict(int)
-    for sender, receiver in pairs:
-        busy = sending[sender] | receiving[receiver]
-        lowest_free = ~busy & (busy + 1)
-        sending[sender] |= lowest_free
-        receiving[receiver] |= lowest_free
-        number = lowest_free.bit_length() - 1
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append((sender, receiver))
-    return tuple(tuple(sorted(members)) for members in rounds)
+def _rounds(pairs: Sequence[Pair]) -> tuple[tuple[Pair, ...], ...]:
+    rounds: dict[int, list[Pair]] = collections.defaultdict(list)
+    for number, pair in zip(color_edges(pairs), pairs, strict=True):
+        rounds[number].append(pair)
+    return tuple(tuple(sorted(members)) for members in rounds.values())
 
 
 def _rounded(size: int) -> int:

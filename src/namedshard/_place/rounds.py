@@ -6,7 +6,7 @@ permutation of the devices, whose pieces have one shape, so that one program fit
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from namedshard._place.boxes import local_slices, overlap, shape_of
 from namedshard._types import Bounds
@@ -42,8 +42,10 @@ def plan(source: Sequence[Bounds], target: Sequence[Bounds], processes: Sequence
         by_shape[shape_of(box)].append((pair, box))
     found: list[Round] = []
     for shape, group in by_shape.items():
-        for members in _rounds(group):
-            found.append(_round(shape, members, source, target))
+        members: dict[int, list[tuple[Pair, Bounds]]] = collections.defaultdict(list)
+        for number, piece in zip(color_edges(pair for pair, _ in group), group, strict=True):
+            members[number].append(piece)
+        found += [_round(shape, pieces, source, target) for pieces in members.values()]
     return tuple(found)
 
 
@@ -65,21 +67,21 @@ def _pieces(source: Sequence[Bounds], target: Sequence[Bounds], processes: Seque
     return pieces
 
 
-def _rounds(group: Sequence[tuple[Pair, Bounds]]) -> list[list[tuple[Pair, Bounds]]]:
-    """A greedy edge coloring of the bipartite graph of senders and receivers."""
-    found: list[list[tuple[Pair, Bounds]]] = []
+def color_edges(pairs: Iterable[Pair]) -> list[int]:
+    """The number of the round of each pair: in a round each device sends at most once, and receives at most once.
+
+    A greedy edge coloring of the bipartite graph of senders and receivers.
+    """
+    numbers: list[int] = []
     sending: dict[int, int] = collections.defaultdict(int)
     receiving: dict[int, int] = collections.defaultdict(int)
-    for (sender, receiver), box in group:
+    for sender, receiver in pairs:
         busy = sending[sender] | receiving[receiver]
         lowest_free = ~busy & (busy + 1)
         sending[sender] |= lowest_free
         receiving[receiver] |= lowest_free
-        number = lowest_free.bit_length() - 1
-        if number == len(found):
-            found.append([])
-        found[number].append(((sender, receiver), box))
-    return found
+        numbers.append(lowest_free.bit_length() - 1)
+    return numbers
 
 
 def _round(
