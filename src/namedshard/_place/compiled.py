@@ -3,7 +3,7 @@
 An array's shards are labelled, for free, as blocks of one array over the order of devices that is wanted. In each round
 of `rounds` every device cuts one piece of its block, one ``ppermute`` sends it to where it belongs, and it is written
 there; the results are labelled as what is wanted. Left to themselves, compilers gather whole arrays for some changes,
-fail on others, and may change bits: they add arrays to zeros, and compute with small floats in larger ones.
+fail on others, and don't keep every bit.
 """
 
 import collections
