@@ -81,8 +81,12 @@ def summed(x: jax.Array) -> jax.Array:
     if not unreduced_axes(x.sharding):
         return x
     have: Any = x.sharding
-    plain = NamedSharding(have.mesh, plain_spec(have.spec))
-    return jax.jit(lambda x: x, out_shardings=plain)(_to_device_memory(x))
+    return _identity(NamedSharding(have.mesh, plain_spec(have.spec)))(_to_device_memory(x))
+
+
+@functools.lru_cache(maxsize=256)
+def _identity(sharding: Sharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def _sum(move: Move) -> None:
