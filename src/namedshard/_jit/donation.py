@@ -10,7 +10,7 @@ import jax
 from namedshard import _jaxcompat as compat
 from namedshard._errors import DonationError, did_you_mean
 from namedshard._jit.arguments import parameters_of
-from namedshard._jit.program import Output, Program
+from namedshard._jit.program import Output, Program, has_type
 from namedshard._jit.store import Options
 from namedshard._types import Tracer
 
@@ -182,8 +182,4 @@ def _difference(have: Any, o: Output) -> str:
 
 
 def _fits(x: Any, o: Output) -> bool:
-    have = getattr(x, "sharding", None)
-    if isinstance(x, Tracer) or have is None or (o.aval.shape, o.aval.dtype) != (x.shape, x.dtype):
-        return False
-    same_shards = o.asked is None or have.shard_shape(x.shape) == o.asked.shard_shape(x.shape)
-    return (have.memory_kind or "device") == o.memory_kind and same_shards
+    return has_type(x, o) and (o.asked is None or x.sharding.shard_shape(x.shape) == o.asked.shard_shape(x.shape))

@@ -169,7 +169,8 @@ class Program:
                 arrays[n].delete()
             if self.empty:
                 out = place_leaves([o.path for o in self.outputs], out, self.empty)
-            out = [relabelled(x, "pinned_host") if n in self.mislabelled else x for n, x in enumerate(out)]
+            if self.mislabelled:
+                out = [relabelled(x, "pinned_host") if n in self.mislabelled else x for n, x in enumerate(out)]
         return self.build(out)
 
     @property
@@ -269,7 +270,7 @@ class Program:
     def _place_replaced(self, o: Output, values: Sequence[Any]) -> NamedSharding | None:
         if not o.aval.size or compat.is_key_array(o.aval):
             return None
-        same = [n for n in o.unplaced_sources if n >= 0 and _has_type(values[n], o)]
+        same = [n for n in o.unplaced_sources if n >= 0 and has_type(values[n], o)]
         places = {_one_form(values[n].sharding) for n in [n for n in same if n in self.donate] or same}
         want = places.pop() if len(places) == 1 else None
         if not isinstance(want, NamedSharding) or not isinstance(want.mesh, Mesh) or unreduced_axes(want):
@@ -456,7 +457,8 @@ def _is_typed(aval: Any, want: NamedSharding) -> bool:
     )
 
 
-def _has_type(x: Any, o: Output) -> bool:
+def has_type(x: Any, o: Output) -> bool:
+    """Whether an argument that is placed has an output's shape, dtype and memory kind; tracers are placed nowhere."""
     have = getattr(x, "sharding", None)
     same = (x.shape, x.dtype) == (o.aval.shape, o.aval.dtype)
     return same and have is not None and (have.memory_kind or "device") == o.memory_kind

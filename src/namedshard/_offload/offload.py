@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -114,7 +114,7 @@ def _largest_until_fit(state: Any, leaves: Sequence[Leaf], candidates: Sequence[
     return sorted(chosen)
 
 
-def _at_least(leaves: Sequence[Leaf], on_host: Sequence[int]) -> int:
+def _at_least(leaves: Sequence[Leaf], on_host: Container[int]) -> int:
     """Bytes of the state that stay on each device, at the least, if these leaves live on the host."""
     staying = (leaves[i].value for i in _arrays(leaves) if i not in on_host)
     return sum(size if (size := _per_device(x)) is not None else _bytes(x) // _devices() for x in staying)
@@ -335,16 +335,16 @@ class _OffloadedOptimizer:
         traced = any(isinstance(leaves[i].value, Tracer) for i in chosen)
         if traced:
             check_traced_kind(self.memory_kind)
-        on_device = [i for i in chosen if _is_on_device(leaves[i].value)]
+        lost = [i for i in chosen if _is_on_device(leaves[i].value)]
         if self.fit is not None:
             # `init` chose: a leaf is known by where it lives.
-            chosen = [i for i in chosen if i not in on_device]
-            on_device = on_device if _at_least(leaves, chosen) > self.fit else []
-        if on_device and (traced or self.fit is not None):
-            found = count_of(len(on_device), len(leaves))
+            chosen = [i for i in chosen if not _is_on_device(leaves[i].value)]
+            lost = lost if _at_least(leaves, frozenset(chosen)) > self.fit else []
+        if lost and (traced or self.fit is not None):
+            found = count_of(len(lost), len(leaves))
             raise OffloadError(
                 f"{found} that belong in host memory are in device memory at the update",
-                [leaves[i].path for i in on_device],
+                [leaves[i].path for i in lost],
                 fix="create the state, or its structs, with ns.init(tx.init, params), since jax.eval_shape forgets"
                 " memory kinds; move a state that was loaded with ns.offload",
             )
