@@ -259,6 +259,8 @@ def test_breaking_the_move_back_is_found(monkeypatch: pytest.MonkeyPatch, run: A
     optimizer = ns.offload_optimizer(optax.adam(1e-3))
     params = {"w": jnp.ones((4, 4))}
     state = optimizer.init(params)
+    # That look at the compiler comes first, once per process.
+    _offload._check_compiler(jax.devices()[0], "pinned_host")
     real = _offload.change_memory
     monkeypatch.setattr(_offload, "change_memory", lambda xs, *_: real(xs, "device"))
     assert message_of(lambda: run(optimizer.update)(params, state), ns.OffloadError) == (
@@ -273,6 +275,8 @@ def test_breaking_the_move_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = ns.offload_optimizer(optax.adam(1e-3))
     params = {"w": jnp.ones((4, 4))}
     state = optimizer.init(params)
+    # That look at the compiler comes first, once per process.
+    _offload._check_compiler(jax.devices()[0], "pinned_host")
     monkeypatch.setattr(_offload, "change_memory", lambda xs, *_: list(xs))
     assert message_of(lambda: jax.jit(optimizer.update)(params, state), ns.OffloadError) == (
         "2 of 2 leaves selected for host memory are in host memory at the update\n"
