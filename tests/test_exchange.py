@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from namedshard._place import exchange as ex
-from namedshard._place.boxes import local_slices, shape_of, volume, whole
+from namedshard._place.boxes import Layout, layout, local_slices, shape_of, volume, whole
 from namedshard._types import Bounds
 
 
@@ -32,15 +32,15 @@ def devices(*per_process: int) -> list[Device]:
     return [Device(p, i) for i, p in enumerate(owners)]
 
 
-def grid(shape: tuple[int, ...], split: tuple[int, ...], on: Sequence[Device]) -> ex.Layout:
+def grid(shape: tuple[int, ...], split: tuple[int, ...], on: Sequence[Device]) -> Layout:
     """An array split into equal parts over devices, the first of them first; those left over hold copies."""
     parts = [[(i * n // k, (i + 1) * n // k) for i in range(k)] for n, k in zip(shape, split, strict=True)]
     boxes = list(itertools.product(*parts))
-    return ex.layout({d: boxes[i % len(boxes)] for i, d in enumerate(on)}, len(shape))
+    return layout({d: boxes[i % len(boxes)] for i, d in enumerate(on)}, len(shape))
 
 
 def carry_out(
-    values: Sequence[np.ndarray], changes: Sequence[tuple[ex.Layout, ex.Layout]], budget: int
+    values: Sequence[np.ndarray], changes: Sequence[tuple[Layout, Layout]], budget: int
 ) -> dict[tuple[int, int, Bounds], np.ndarray]:
     """What each process has in each target box in the end, by (process, array, box)."""
     processes = {d.process_index for pair in changes for layout in pair for ds in layout.holders.values() for d in ds}
@@ -89,7 +89,7 @@ def carry_out(
 
 def assert_exact(
     values: Sequence[np.ndarray],
-    changes: Sequence[tuple[ex.Layout, ex.Layout]],
+    changes: Sequence[tuple[Layout, Layout]],
     budget: int,
 ) -> None:
     for (_, leaf, box), got in carry_out(values, changes, budget).items():
@@ -104,7 +104,7 @@ def counting(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 def test_every_target_box_arrives_whole(data: st.DataObject) -> None:
     everyone = devices(*data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     values: list[np.ndarray] = []
-    changes: list[tuple[ex.Layout, ex.Layout]] = []
+    changes: list[tuple[Layout, Layout]] = []
     for _ in range(data.draw(st.integers(1, 4))):
         shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=3)))
         values.append(counting(shape, data.draw(st.sampled_from([np.uint8, np.float32, np.complex128]))))

@@ -1,5 +1,7 @@
 """`to_host` and `iter_to_host` in one process, and what needs no second one of the moves between processes."""
 
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -7,18 +9,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na, unreduced
 
 import namedshard as ns
 from namedshard import _jaxcompat as compat
 from namedshard._place import local as _local
-from namedshard._place import transfer as collective
 from namedshard._place.boxes import local_slices, shape_of, whole
+from namedshard._place.compiled import lowered
 from namedshard._place.exchange import flat_range
 from namedshard._place.gather import parse_bytes
-from namedshard._place.route import placement_of, transient_bytes
+from namedshard._place.rounds import CHUNK_BYTES
+from namedshard._place.route import Placement, placement_of, transient_bytes
 from namedshard._processes.agreement import fingerprint_value, waiting_seconds
 
 DTYPES = (
@@ -172,15 +175,23 @@ def test_bytes_on_a_device_while_a_leaf_moves() -> None:
     assert needs(put(value, P(), M8_REVERSED)) == 8 * 4 * 4 + 8 * 4 * 4 // 8
 
 
-def test_what_the_compiler_needs_is_found_out_for_large_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = put(counting(64, 64, 8), P("data", "model"))
-    for want in (NamedSharding(M42, P(None, None, ("data", "model"))), NamedSharding(M8_REVERSED, P("data"))):
-        needed = collective._compiled_bytes(x.shape, x.dtype, x.sharding, want)
-        assert 0 < needed < x.nbytes
-        monkeypatch.setattr(collective, "CHUNK_BYTES", needed - 1)
-        assert not collective.compiler_stays_bounded(x, want)
-        monkeypatch.setattr(collective, "CHUNK_BYTES", needed)
-        assert collective.compiler_stays_bounded(x, want)
+def test_bytes_on_a_device_of_an_accelerator_are_those_of_its_programs() -> None:
+    places = [
+        NamedSharding(M42, P("data", "model")),
+        NamedSharding(M8_REVERSED, P(None, "data")),
+        NamedSharding(M42, P()),
+        NamedSharding(Mesh(M42.devices[1:3], ("x", "y")), P("x")),
+    ]
+    shape = (512, 512)
+    for have, want in itertools.permutations(places, 2):
+        now = Placement("array", have, True, True, "device")
+        with ns.testing.accelerator_routes():
+            told = transient_bytes(now, want, shape, 4)
+        needed = [x.compile().memory_analysis() for x in lowered(shape, np.float32, have, want)]
+        most = max(m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes for m in needed)
+        shards = 4 * sum(math.prod(s.shard_shape(shape)) for s in (have, want))
+        assert shards < told <= shards + CHUNK_BYTES
+        assert most <= told
 
 
 def test_boxes_of_all_sizes_are_read_from_accelerators_by_few_programs(monkeypatch) -> None:

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, Sharding
 from jaxtyping import PyTree
 
 from namedshard._errors import at, count_of, message
-from namedshard._place import local
+from namedshard._place import route
 from namedshard._place.gather import to_host
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._plan.mapping import MappingLike
@@ -81,7 +81,7 @@ def accelerator_routes() -> contextlib.AbstractContextManager[None]:
         >>> with ns.testing.accelerator_routes():
         ...     x = ns.shard(hax.zeros(hax.Axis("batch", 4)), {"batch": "data"}, mesh)
     """
-    return local.accelerator_routes()
+    return route.accelerator_routes()
 
 
 def virtual_mesh(

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -25,9 +26,11 @@ from mp.tools import (
     mesh,
     named,
     own,
+    patched,
     put,
     values,
 )
+from namedshard._place import compiled, rounds
 from namedshard._place import transfer as collective
 
 N = len(DEVICES)
@@ -60,11 +63,17 @@ def make(dtype: Any, place: str, kind: str = "device") -> jax.Array:
     return put(values(dtype), where, spec, kind)
 
 
-def case_placements_each_to_each() -> int:
-    # 13 dtypes and 16 places: each place sees many dtypes. Three other sets of devices share the pairs between them.
+def some_pairs(share: int) -> list[tuple[str, str]]:
+    """Pairs of places. Three other sets of devices than four of each process share them between them."""
     pairs = list(itertools.product(PLACES, PLACES))
     if [len(own(p)) for p in range(COUNT)] != [4, 4]:
         pairs = pairs[(N + COUNT) % 3 :: 3]
+    return pairs[::share]
+
+
+def case_placements_each_to_each(share: int = 1) -> int:
+    pairs = some_pairs(share)
+    # 13 dtypes and 16 places: each place sees many dtypes.
     for (source, target), dtype in zip(pairs, itertools.cycle(DTYPES), strict=False):
         where, mapping, spec = PLACES[target]
         x = make(dtype, source)
@@ -243,9 +252,21 @@ def case_explain_shows_what_a_move_takes() -> None:
     equal("cross" in str(ns.explain(named(struct, "a b c"), mapping, where)), False)
 
 
+@contextlib.contextmanager
+def from_device_to_device() -> Generator[None]:
+    """Moves as accelerators make them, without a step through the hosts."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an array of numpy on the way from device to device")
+
+    with ns.testing.accelerator_routes(), patched(collective.ex, "schedule", refused):
+        yield
+
+
 def case_as_accelerators_move_them() -> None:
     with ns.testing.accelerator_routes():
         case_every_dtype_in_other_orders()
+        case_memory_kinds()
         case_keys()
         case_empty_and_scalar()
         case_weak_types_stay_weak()
@@ -254,49 +275,36 @@ def case_as_accelerators_move_them() -> None:
         case_host_inputs()
 
 
-SAME_DEVICES = ("all", "transposed", "reversed", "interleaved", "replicated", "explicit, reversed", "mixed")
+def case_placements_from_device_to_device() -> int:
+    with from_device_to_device():
+        # Programs are compiled for each.
+        return case_placements_each_to_each(share=3)
 
 
-def case_the_compilers_way() -> None:
-    """What machines with accelerators do, whose memory numpy does not see."""
-    compiled: list[Any] = []
-    real = collective.local.constrain_jit
-    collective.local.constrain_jit = lambda work: (compiled.extend(work), real(work))
-    with ns.testing.accelerator_routes(), contextlib.ExitStack() as after:
-        after.callback(setattr, collective.local, "constrain_jit", real)
-        for source, target in itertools.product(SAME_DEVICES, SAME_DEVICES):
-            where, mapping, spec = PLACES[target]
-            out = ns.shard(named(make(np.float32, source), "a b c"), mapping, where).array
-            check(out, values(np.float32), where, spec)
-        # Of the moves that are none, none.
-        equal(len(compiled), len(SAME_DEVICES) * (len(SAME_DEVICES) - 1))
-        check(
-            ns.shard(named(make(np.float32, "all", "pinned_host"), "a b c"), {"a": "y"}, PLACES["all"][0]).array,
-            values(np.float32),
-            PLACES["all"][0],
-            P("y"),
-            "pinned_host",
-        )
-        data = values(np.uint32, (24, 2))
-        where, mapping, spec = PLACES["transposed"]
-        y = ns.shard(named(keys(data, PLACES["all"][0], P("x"), "threefry2x32"), "a"), {"a": "y"}, where).array
-        check(y, data, where, P("y"))
-        # Not all processes have a device of these.
-        both, first = mesh((2,), "x", devices=[DEVICES[0], DEVICES[-1]]), mesh((2,), "x")
-        x = put(values(np.float32), both, P("x"))
+def case_some_processes_have_no_part() -> None:
+    both, first = mesh((2,), "x", devices=[DEVICES[0], DEVICES[-1]]), mesh((2,), "x")
+    x = put(values(np.float32), both, P("x"))
+    with from_device_to_device():
         for where in (both, first, both):
             for spec, mapping in ((P(None, "x"), {"b": "x"}), (P("x"), {"a": "x"})):
                 x = ns.shard(named(x, "a b c"), mapping, where).array
                 check(x, values(np.float32), where, spec)
-        # Where the program would need more than a chunk, the pieces are exchanged.
-        limit, collective.CHUNK_BYTES = collective.CHUNK_BYTES, 1 << 10
-        compiled.clear()
-        try:
-            for target in SAME_DEVICES:
+
+
+def case_large_arrays_from_device_to_device() -> None:
+    def forget() -> None:
+        rounds.plan_between.cache_clear()
+        compiled._steps.cache_clear()
+
+    with patched(rounds, "CHUNK_BYTES", 1 << 13):
+        forget()
+        with from_device_to_device():
+            for target in ("reversed", "replicated", "some devices", "first process"):
                 where, mapping, spec = PLACES[target]
-                out = ns.shard(named(make(np.float32, "all"), "a b c"), mapping, where).array
-                check(out, values(np.float32), where, spec)
-            equal(all(collective.compiler_stays_bounded(m.value, m.want) for m in compiled), True)
-            equal(len(compiled) < len(SAME_DEVICES) - 1, True)
-        finally:
-            collective.CHUNK_BYTES = limit
+                check(
+                    ns.shard(named(make(np.float32, "all"), "a b c"), mapping, where).array,
+                    values(np.float32),
+                    where,
+                    spec,
+                )
+    forget()

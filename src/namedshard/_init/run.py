@@ -18,8 +18,8 @@ from namedshard._init.keys import KeySchedule, data_struct, schedule
 from namedshard._init.programs import Compilation, as_typed, compilations, function_of, repeated, submit
 from namedshard._init.tails import Graph, Ref, Tail, flatten, is_manual, literal_data, split, tail_of, values_of
 from namedshard._init.trace import Place, Request, Traced, trace
-from namedshard._place.local import change_memory, on_cpus
-from namedshard._place.route import unreduced_axes
+from namedshard._place.local import change_memory
+from namedshard._place.route import on_cpus, unreduced_axes
 from namedshard._place.shard import place_leaves
 from namedshard._place.traced import scrambled
 from namedshard._plan.mapping import AxisMapping, plain_spec

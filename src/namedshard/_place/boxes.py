@@ -1,15 +1,20 @@
-"""PURE. Boxes of arrays: which part of which shard makes up another shard."""
+"""PURE. Boxes of arrays: which devices hold which, and which part of which shard makes up another shard."""
 
+import collections
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jax.sharding import Sharding
 
 from namedshard._types import Bounds, Device
+
+AnyDevice: TypeAlias = Any
+"""A ``jax.Device``, or anything else with an ``id`` and a ``process_index``: plans need no real ones."""
 
 _TOGETHER = 1 << 20
 
@@ -127,3 +132,43 @@ def device_boxes(shape: tuple[int, ...], sharding: Sharding) -> dict[Device, Bou
     """The shard of each of this process's devices."""
     indices = sharding.addressable_devices_indices_map(shape)
     return {device: bounds_of(index or (), shape) for device, index in indices.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Which devices hold which box of an array, the grid that the boxes form, and how many hold the same box."""
+
+    holders: Mapping[Bounds, tuple[AnyDevice, ...]]
+    cuts: tuple[tuple[tuple[int, int], ...], ...]
+    copies: int
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
+    """The layout of an array of a shape under a sharding, on all its devices."""
+    return layout({d: bounds_of(index, shape) for d, index in sharding.devices_indices_map(shape).items()}, len(shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def whole_on(devices: tuple[AnyDevice, ...], shape: tuple[int, ...]) -> Layout:
+    """The layout of an array that each of some devices holds whole."""
+    return layout(dict.fromkeys(devices, whole(shape)), len(shape))
+
+
+def layout(boxes: Mapping[AnyDevice, Bounds], ndim: int) -> Layout:
+    """The layout of given boxes, which must form a grid."""
+    holders: dict[Bounds, list[AnyDevice]] = collections.defaultdict(list)
+    for device, box in boxes.items():
+        holders[box].append(device)
+    cuts = tuple(tuple(sorted({box[d] for box in holders})) for d in range(ndim))
+    copies = max(map(len, holders.values()), default=1)
+    return Layout({box: tuple(devices) for box, devices in holders.items()}, cuts, copies)
+
+
+def shards_in(source: Layout, box: Bounds) -> Iterator[tuple[Bounds, Bounds]]:
+    """(source box, overlap) for each source shard that has part of a box."""
+    # The boxes form a grid, so that only those that meet the box are looked at.
+    per_dim = [[c for c in cuts if overlap((c,), (d,))] for cuts, d in zip(source.cuts, box, strict=True)]
+    for source_box in itertools.product(*per_dim):
+        if (shared := overlap(source_box, box)) is not None:
+            yield source_box, shared

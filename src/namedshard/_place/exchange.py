@@ -9,13 +9,9 @@ import bisect
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
 
-from jax.sharding import Sharding
-
-from namedshard._place.boxes import bounds_of, overlap, volume, whole
+from namedshard._place.boxes import AnyDevice, Layout, shards_in, volume
 from namedshard._place.rounds import Pair, color_edges
 from namedshard._types import Bounds
 
@@ -27,64 +23,21 @@ TURNS = 8
 # What is sent, what is received, and three times as much for allocators: their threads do not hand memory back at once.
 _SHARES = 8
 
-# A ``jax.Device``, or anything else with an ``id`` and a ``process_index``: plans need no real ones.
-Device: TypeAlias = Any
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """A box of an array, from the shard that has it to the shard that wants it."""
 
     box: Bounds
-    source: Device
+    source: AnyDevice
     source_box: Bounds
-    target: Device
+    target: AnyDevice
     target_box: Bounds
 
     @property
     def crosses(self) -> bool:
         """Whether it goes from one process to another."""
         return self.source.process_index != self.target.process_index
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
-    """Which devices hold which box of an array, the grid that the boxes form, and how many hold the same box."""
-
-    holders: Mapping[Bounds, tuple[Device, ...]]
-    cuts: tuple[tuple[tuple[int, int], ...], ...]
-    copies: int
-
-
-@functools.lru_cache(maxsize=1024)
-def layout_of(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
-    """The layout of an array of a shape under a sharding, on all its devices."""
-    return layout({d: bounds_of(index, shape) for d, index in sharding.devices_indices_map(shape).items()}, len(shape))
-
-
-@functools.lru_cache(maxsize=1024)
-def whole_on(devices: tuple[Device, ...], shape: tuple[int, ...]) -> Layout:
-    """The layout of an array that each of some devices holds whole."""
-    return layout(dict.fromkeys(devices, whole(shape)), len(shape))
-
-
-def layout(boxes: Mapping[Device, Bounds], ndim: int) -> Layout:
-    """The layout of given boxes, which must form a grid."""
-    holders: dict[Bounds, list[Device]] = collections.defaultdict(list)
-    for device, box in boxes.items():
-        holders[box].append(device)
-    cuts = tuple(tuple(sorted({box[d] for box in holders})) for d in range(ndim))
-    copies = max(map(len, holders.values()), default=1)
-    return Layout({box: tuple(devices) for box, devices in holders.items()}, cuts, copies)
-
-
-def _shards_in(source: Layout, box: Bounds) -> Iterator[tuple[Bounds, Bounds]]:
-    """(source box, overlap) for each source shard that has part of a box."""
-    # The boxes form a grid, so that only those that meet the box are looked at.
-    per_dim = [[c for c in cuts if overlap((c,), (d,))] for cuts, d in zip(source.cuts, box, strict=True)]
-    for source_box in itertools.product(*per_dim):
-        if (shared := overlap(source_box, box)) is not None:
-            yield source_box, shared
 
 
 def pieces_between(source: Layout, target: Layout, turn: int = 0) -> Iterator[Piece]:
@@ -94,11 +47,11 @@ def pieces_between(source: Layout, target: Layout, turn: int = 0) -> Iterator[Pi
     """
     asked: dict[Bounds, int] = collections.defaultdict(lambda: turn)
     for box, devices in target.holders.items():
-        receivers: dict[int, Device] = {}
+        receivers: dict[int, AnyDevice] = {}
         for device in devices:
             receivers.setdefault(device.process_index, device)
         for process, receiver in receivers.items():
-            for source_box, shared in _shards_in(source, box):
+            for source_box, shared in shards_in(source, box):
                 holders = source.holders[source_box]
                 sender = next((d for d in holders if d.process_index == process), None)
                 if sender is None:
@@ -112,14 +65,14 @@ class _Between:
     """One array's pieces that concern a process, each with its bytes, and what all processes exchange for it."""
 
     mine: tuple[tuple[Piece, int], ...]
-    crossing: Mapping[tuple[Device, Device], int]
+    crossing: Mapping[tuple[AnyDevice, AnyDevice], int]
 
 
 # A model has many arrays and few ways in which they move.
 @functools.lru_cache(maxsize=256)
 def _between(source: Layout, target: Layout, turn: int, itemsize: int, process: int) -> _Between:
     mine: list[tuple[Piece, int]] = []
-    crossing: dict[tuple[Device, Device], int] = collections.defaultdict(int)
+    crossing: dict[tuple[AnyDevice, AnyDevice], int] = collections.defaultdict(int)
     for piece in pieces_between(source, target, turn):
         size = -(-volume(piece.box) * itemsize // ALIGNMENT) * ALIGNMENT
         if process in (piece.source.process_index, piece.target.process_index):
@@ -213,7 +166,7 @@ class Schedule:
     (sender, receiver) positions in ``devices``. ``crossing_bytes`` is what all processes together must send.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[AnyDevice, ...]
     phases: tuple[Phase, ...]
     local: tuple[tuple[int, Piece], ...]
     streams: Mapping[Pair, Stream]
@@ -234,7 +187,7 @@ def schedule(changes: Sequence[tuple[Layout, Layout, int]], process: int, budget
         turns[source, target] += 1
         kinds[between] += 1
         leaves.append(between)
-    sizes: dict[tuple[Device, Device], int] = collections.defaultdict(int)
+    sizes: dict[tuple[AnyDevice, AnyDevice], int] = collections.defaultdict(int)
     for between, count in kinds.items():
         for devices, size in between.crossing.items():
             sizes[devices] += count * size

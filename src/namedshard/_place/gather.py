@@ -11,9 +11,8 @@ from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import TracedMoveError, count_of, deleted_arrays
-from namedshard._place import exchange as ex
 from namedshard._place import transfer as collective
-from namedshard._place.boxes import whole
+from namedshard._place.boxes import whole, whole_on
 from namedshard._place.keys import raw, raw_type
 from namedshard._place.local import summed
 from namedshard._place.route import check_movable, placement_of
@@ -79,7 +78,7 @@ def _receivers(process: int | None, turn: int) -> tuple[Device, ...]:
 def _fill(
     arrays: Sequence[jax.Array], receivers: Sequence[tuple[Device, ...]], out: Sequence[Any], budget: int
 ) -> None:
-    targets = [ex.whole_on(devices, x.shape) for x, devices in zip(arrays, receivers, strict=True)]
+    targets = [whole_on(devices, x.shape) for x, devices in zip(arrays, receivers, strict=True)]
     buffers = [{} if o is None else {whole(x.shape): o} for x, o in zip(arrays, out, strict=True)]
     collective.exchange(arrays, targets, buffers, budget)
 

@@ -1,22 +1,20 @@
 """EFFECTS. Moves arrays inside one process, batched over all the leaves that take the same route."""
 
-import contextlib
 import functools
-import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import NarrowingError, at, count_of, message, warn_user
 from namedshard._place import boxes
 from namedshard._place.compiled import move_compiled
 from namedshard._place.keys import like, raw, raw_sharding
-from namedshard._place.route import Move, Route, placement_of, unreduced_axes
+from namedshard._place.route import Move, Route, on_cpus, placement_of, stays_on_devices, unreduced_axes
 from namedshard._place.traced import change_traced_memory, constrain_traced
 from namedshard._plan.leaves import jax_dtype
 from namedshard._plan.mapping import plain_spec
@@ -48,7 +46,7 @@ def run(work: Sequence[Move], *, manual: frozenset[str]) -> None:
 def _move(work: Sequence[Move]) -> None:
     """On CPUs arrays are copied shard by shard, elsewhere devices send to each other."""
     from_host: list[Move] = []
-    constrained: list[Move] = []
+    permuted: list[Move] = []
     rest: list[Move] = []
     for move in work:
         _sum(move)
@@ -57,23 +55,15 @@ def _move(work: Sequence[Move]) -> None:
         elif move.route is Route.FROM_HOST:
             from_host.append(move)
         else:
-            (constrained if _stays_on_devices(move) else rest).append(move)
+            (permuted if stays_on_devices(move.now, move.want, move.value.shape, move.route) else rest).append(move)
     if from_host:
         values = [m.value if isinstance(m.value, jax.Array) else _own(m.value) for m in from_host]
         _put(from_host, [m.want for m in from_host], values)
-    if constrained:
-        constrain_jit(constrained)
+    if permuted:
+        move_on_devices(permuted)
     if rest:
         # By way of device memory: `device_put` cannot change the devices' order and leave host memory at once.
         _put(rest, [_device_sharding(m.want) for m in rest], [m.value for m in rest])
-
-
-def _stays_on_devices(move: Move) -> bool:
-    """Whether accelerators move an array among themselves: to other shards, on the devices that it is on."""
-    have: Any = move.value.sharding
-    if on_cpus(move.want) or have.device_set != move.want.device_set or not move.value.size:
-        return False
-    return not have.with_memory_kind(move.want.memory_kind).is_equivalent_to(move.want, move.value.ndim)
 
 
 def summed(x: jax.Array) -> jax.Array:
@@ -93,7 +83,7 @@ def _sum(move: Move) -> None:
     if isinstance(x := move.value, jax.Array) and (total := summed(x)) is not x:
         if move.donate:
             x.delete()
-        move.value, move.donate = total, True
+        move.value, move.now, move.donate = total, placement_of(total, staging=False), True
 
 
 def _largest(value: Any) -> float:
@@ -156,34 +146,6 @@ def _unshared(x: Any, want: NamedSharding) -> Any:
         return x
     have, wanted = (s.devices_indices_map(x.shape) for s in (x.sharding, want))
     return jnp.copy(x) if any(wanted.get(d) == index for d, index in have.items()) else x
-
-
-class _Routes:
-    """Whether CPU devices are moved between like accelerators; for tests."""
-
-    as_accelerators = os.environ.get("NAMEDSHARD_ACCELERATOR_ROUTES") == "1"
-
-
-@contextlib.contextmanager
-def accelerator_routes() -> Generator[None, None, None]:
-    """In this block, move arrays between CPU devices as between accelerators, in every thread."""
-    before, _Routes.as_accelerators = _Routes.as_accelerators, True
-    try:
-        yield
-    finally:
-        _Routes.as_accelerators = before
-
-
-def on_cpus(where: Sharding | Mesh | None) -> bool:
-    """True if all devices of a sharding or mesh (None: the default device) are CPUs, whose memory numpy sees."""
-    return not _Routes.as_accelerators and _are_cpus(where)
-
-
-@functools.lru_cache(maxsize=4096)
-def _are_cpus(where: Sharding | Mesh | None) -> bool:
-    if where is None:
-        return jax.local_devices()[0].platform == "cpu"
-    return all(d.platform == "cpu" for d in (where.devices.flat if isinstance(where, Mesh) else where.device_set))
 
 
 def _copy(
@@ -276,7 +238,9 @@ def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
 
 
 def _device_kind(sharding: Sharding) -> str:
-    return next(iter(sharding.addressable_devices)).default_memory().kind
+    """The memory that arrays on this process's devices go to unless told otherwise; its own kind where it has none."""
+    here = next(iter(sharding.addressable_devices), None)
+    return here.default_memory().kind if here else sharding.memory_kind or "device"
 
 
 def _device_sharding(want: NamedSharding) -> NamedSharding:
@@ -303,12 +267,12 @@ def _in_memory(results: Sequence[jax.Array], wanted: Sequence[NamedSharding]) ->
     return [there.get(i, result) for i, result in enumerate(results)]
 
 
-def constrain_jit(work: Sequence[Move]) -> None:
-    """One compiled program for the whole batch; collectives between the devices, nothing passes through the host."""
+def move_on_devices(work: Sequence[Move], wait: Callable[[Any], object] = jax.block_until_ready) -> None:
+    """By compiled programs, from device to device; nothing passes through the host."""
     with compat.keeping_bits(m.value.dtype for m in work):
         sources = [_to_device_memory(raw(m.value)) for m in work]
         wanted = [raw_sharding(m.value, m.want) for m in work]
-        moved = move_compiled(sources, list(map(_device_sharding, wanted)))
+        moved = move_compiled(sources, list(map(_device_sharding, wanted)), wait)
         there = _in_memory(moved, wanted)
         for move, x in zip(work, there, strict=True):
             move.result = like(move.value, x)

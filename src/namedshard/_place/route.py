@@ -3,18 +3,23 @@
 The table is in ``docs/routes.md``; `local`, `traced` and `transfer` carry it out.
 """
 
+import contextlib
 import dataclasses
 import enum
+import functools
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Generator, Iterable
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import UnsupportedArrayError, at, count_of
+from namedshard._place import rounds
+from namedshard._place.boxes import layout_of
 from namedshard._types import Tracer
 
 
@@ -33,8 +38,32 @@ class Route(enum.Enum):
     COLLECTIVE = "collective"
 
 
-CHUNK_BYTES = 64 << 20
-"""What `shard` may use on a device, beyond source and target shards, for arrays that go to other processes."""
+class _Routes:
+    """Whether CPU devices are moved between like accelerators; for tests."""
+
+    as_accelerators = os.environ.get("NAMEDSHARD_ACCELERATOR_ROUTES") == "1"
+
+
+@contextlib.contextmanager
+def accelerator_routes() -> Generator[None, None, None]:
+    """In this block, move arrays between CPU devices as between accelerators, in every thread."""
+    before, _Routes.as_accelerators = _Routes.as_accelerators, True
+    try:
+        yield
+    finally:
+        _Routes.as_accelerators = before
+
+
+def on_cpus(where: Sharding | Mesh | None) -> bool:
+    """True if all devices of a sharding or mesh (None: the default device) are CPUs, whose memory numpy sees."""
+    return not _Routes.as_accelerators and _are_cpus(where)
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_cpus(where: Sharding | Mesh | None) -> bool:
+    if where is None:
+        return jax.local_devices()[0].platform == "cpu"
+    return all(d.platform == "cpu" for d in (where.devices.flat if isinstance(where, Mesh) else where.device_set))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,6 +175,23 @@ def route_for(now: Placement, want: NamedSharding, shape: tuple[int, ...]) -> Ro
     return Route.COLLECTIVE
 
 
+def stays_on_devices(now: Placement, want: NamedSharding, shape: tuple[int, ...], route: Route) -> bool:
+    """Whether accelerators move an array among themselves by compiled programs."""
+    have = now.sharding
+    if have is None or route in (Route.KEEP, Route.FROM_HOST) or not math.prod(shape) or on_cpus(want):
+        return False
+    if len({device.platform for device in have.device_set | want.device_set}) > 1:
+        return False
+    if have.device_set != want.device_set:
+        # ``device_put`` copies shards that are wanted as they are.
+        return (
+            route is Route.COLLECTIVE
+            or not layout_of(want, shape).holders.keys() <= layout_of(have, shape).holders.keys()
+        )
+    only_relabelled = have.with_memory_kind(want.memory_kind or "device").is_equivalent_to(want, len(shape))
+    return not (now.addressable and only_relabelled)
+
+
 def transient_bytes(now: Placement, want: NamedSharding, shape: tuple[int, ...], itemsize: int) -> int:
     """The most bytes that a leaf takes on one device while it moves, its source and target shards included."""
     route = route_for(now, want, shape)
@@ -155,5 +201,9 @@ def transient_bytes(now: Placement, want: NamedSharding, shape: tuple[int, ...],
     if route is Route.FROM_HOST or now.sharding is None:
         return target
     source = math.prod(now.sharding.shard_shape(shape)) * itemsize
-    processes = {d.process_index for d in now.sharding.device_set | want.device_set}
-    return source + target + (CHUNK_BYTES if len(processes) > 1 else 0)
+    if on_cpus(want):
+        processes = {d.process_index for d in now.sharding.device_set | want.device_set}
+        return source + target + (rounds.CHUNK_BYTES if len(processes) > 1 else 0)
+    if stays_on_devices(now, want, shape, route):
+        return source + target + rounds.transient_bytes(now.sharding, want, shape, itemsize)
+    return source + target + (rounds.CHUNK_BYTES if route is Route.COLLECTIVE else 0)

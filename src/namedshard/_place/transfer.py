@@ -1,26 +1,25 @@
 """EFFECTS. Moves that involve several processes.
 
 On CPUs all of them go through `exchange`: pieces travel straight from the shard that has them to the shard that wants
-them, in slots of bounded size. Elsewhere `compiled` programs do the same on the devices, where source and target have
-the same ones, and `exchange` where they do not.
+them, in slots of bounded size. Elsewhere `compiled` programs do the same without leaving the devices.
 """
 
 import collections
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from namedshard import _jaxcompat as compat
-from namedshard._place import compiled, local
 from namedshard._place import exchange as ex
-from namedshard._place.boxes import aligned_empty, distinct_shards, local_slices, shape_of, volume
+from namedshard._place import local
+from namedshard._place.boxes import Layout, aligned_empty, distinct_shards, layout_of, local_slices, shape_of, volume
 from namedshard._place.keys import like, raw, raw_sharding, raw_type
-from namedshard._place.route import CHUNK_BYTES, Move, Route
+from namedshard._place.rounds import CHUNK_BYTES
+from namedshard._place.route import Move, Route, stays_on_devices
 from namedshard._plan.leaves import jax_dtype
 from namedshard._processes.agreement import agree, describe_leaf
 from namedshard._processes.coordination import guard_exchange, run_watched, wait_for_processes
@@ -61,21 +60,23 @@ def _run(work: Sequence[Move]) -> None:
     for move in work:
         ways[_way(move)].append(move)
     exchanged = ways[Route.COLLECTIVE]
-    targets: list[ex.Layout] = []
+    targets: list[Layout] = []
     buffers: list[dict[Bounds, np.ndarray]] = []
     for x, want in ((raw_type(m.value), raw_sharding(m.value, m.want)) for m in exchanged):
-        targets.append(ex.layout_of(want, x.shape))
+        targets.append(layout_of(want, x.shape))
         buffers.append({box: aligned_empty(shape_of(box), x.dtype) for box in distinct_shards(x.shape, want)})
     agree("shard", [describe_leaf(m.path, m.value, m.want, host=m.route is Route.FROM_HOST) for m in work])
-    with guard_exchange(bool(ways[Route.CONSTRAIN_JIT] or exchanged)):
-        if near := [m for m in ways[Route.CONSTRAIN_JIT] if m.want.addressable_devices]:
-            local.constrain_jit(near)
-            run_watched(lambda: jax.block_until_ready([move.result for move in near]))
+    permuted = ways[Route.PERMUTE]
+    # This process has no part in moves between devices of which it has none.
+    near = [m for m in permuted if m.value.sharding.addressable_devices or m.want.addressable_devices]
+    with guard_exchange(bool(permuted or exchanged)):
+        if near:
+            local.move_on_devices(near, _wait_watched)
+            _wait_watched([move.result for move in near])
         if exchanged:
             crowd = max(collections.Counter(d.process_index for d in jax.devices()).values())
             exchange([raw(m.value) for m in exchanged], targets, buffers, CHUNK_BYTES * crowd)
-        # This process has no part in compiled moves between devices of which it has none.
-        elsewhere = [(m, {}) for m in ways[Route.CONSTRAIN_JIT] if not m.want.addressable_devices]
+        elsewhere = [(m, {}) for m in permuted if m not in near]
         for move, pieces in [*zip(exchanged, buffers, strict=True), *elsewhere]:
             _finish(move, pieces)
     for move in ways[Route.FROM_HOST]:
@@ -83,6 +84,10 @@ def _run(work: Sequence[Move]) -> None:
         move.result = like(x, local.shard_host_value(raw(x), raw_sharding(x, move.want)))
         if move.donate:
             x.delete()
+
+
+def _wait_watched(arrays: Any) -> None:
+    run_watched(lambda: jax.block_until_ready(arrays))
 
 
 def _finish(move: Move, pieces: Mapping[Bounds, np.ndarray]) -> None:
@@ -96,27 +101,11 @@ def _finish(move: Move, pieces: Mapping[Bounds, np.ndarray]) -> None:
 
 
 def _way(move: Move) -> Route:
-    """FROM_HOST, CONSTRAIN_JIT or COLLECTIVE."""
+    """FROM_HOST, PERMUTE or COLLECTIVE."""
     if move.route is Route.FROM_HOST:
         return Route.FROM_HOST
-    ordered = compat.device_order(move.value.sharding) == compat.device_order(move.want)
-    if local.on_cpus(move.want) or not (ordered or move.route is Route.PERMUTE):
-        return Route.COLLECTIVE
-    bounded = compiler_stays_bounded(raw(move.value), raw_sharding(move.value, move.want))
-    return Route.CONSTRAIN_JIT if bounded else Route.COLLECTIVE
-
-
-def compiler_stays_bounded(x: jax.Array, want: NamedSharding) -> bool:
-    """Whether the compiled program needs at most `CHUNK_BYTES` on a device beyond source and target shards."""
-    return x.nbytes <= CHUNK_BYTES or _compiled_bytes(x.shape, x.dtype, x.sharding, want) <= CHUNK_BYTES
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: NamedSharding) -> int | float:
-    """Device memory that a compiled change of sharding takes for itself."""
-    have, wanted = source.with_memory_kind("device"), want.with_memory_kind("device")
-    needs = compiled.lowered(shape, dtype, have, wanted).compile().memory_analysis()
-    return math.inf if needs is None else needs.temp_size_in_bytes
+    permuted = stays_on_devices(move.now, move.want, move.value.shape, move.route)
+    return Route.PERMUTE if permuted else Route.COLLECTIVE
 
 
 # --- the pieces themselves --------------------------------------------------------------------------------------------
@@ -124,7 +113,7 @@ def _compiled_bytes(shape: tuple[int, ...], dtype: Any, source: Sharding, want: 
 
 def exchange(
     arrays: Sequence[jax.Array],
-    targets: Sequence[ex.Layout],
+    targets: Sequence[Layout],
     buffers: Sequence[Mapping[Bounds, np.ndarray]],
     budget: int,
 ) -> None:
@@ -135,7 +124,7 @@ def exchange(
     a process may use for sending and receiving at a time.
     """
     changes = [
-        (ex.layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)
+        (layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)
     ]
     schedule = ex.schedule(changes, jax.process_index(), budget)
     shards: dict[int, dict[Device, Any]] = {}

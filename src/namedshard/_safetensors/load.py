@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from namedshard._errors import NarrowingError, at
 from namedshard._place import boxes, local
 from namedshard._place.gather import parse_bytes
+from namedshard._place.route import on_cpus
 from namedshard._plan.mapping import MappingLike, Policy
 from namedshard._plan.mesh import MeshLike
 from namedshard._safetensors.index import find_tensors
@@ -121,7 +122,7 @@ def _load(
     targets: Sequence[Target], files: OpenFiles, where: str, budget: int, progress: Progress
 ) -> dict[int, jax.Array]:
     # Where the devices' memory is this host's, the buffers that are read into become the shards.
-    staged = not all(local.on_cpus(t.sharding) for t in targets)
+    staged = not all(on_cpus(t.sharding) for t in targets)
     # The distinct shards of each leaf that this process's devices need.
     needed = {
         t.index: [boxes.whole(t.shape)] if t.sharding is None else list(boxes.distinct_shards(t.shape, t.sharding))

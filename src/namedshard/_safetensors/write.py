@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError
-from namedshard._place import boxes, exchange, local
+from namedshard._place import boxes, local
 from namedshard._place import transfer as collective
 from namedshard._processes import coordination
 from namedshard._safetensors.commit import PartialFile
@@ -156,7 +156,7 @@ def _gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) ->
     buffers: Shards = {}
     if owner == jax.process_index():
         buffers[region] = np.empty(boxes.shape_of(region), value.dtype)
-    collective.exchange([value], [exchange.layout({device: region}, value.ndim)], [buffers], budget)
+    collective.exchange([value], [boxes.layout({device: region}, value.ndim)], [buffers], budget)
     return buffers
 
 
