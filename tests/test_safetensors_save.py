@@ -24,6 +24,8 @@ from safetensors.numpy import load_file
 from support import E8, E42, M8, M8_REVERSED, M42, MIXED42, bits, counting, na
 
 import namedshard as ns
+from namedshard import _jaxcompat as compat
+from namedshard._place import reader
 from namedshard._safetensors import save as _save
 from namedshard._safetensors.commit import PartialFile
 
@@ -69,6 +71,23 @@ MEMORY = {
     "unaligned": np.frombuffer(b"\0" + VALUE.tobytes(), np.uint8)[1:].view(np.float32),
     "read-only": np.frombuffer(VALUE.tobytes(), np.float32),
 }
+
+
+def test_each_shard_of_an_accelerator_is_copied_off_it_once(tmp_path, monkeypatch):
+    copied: list[int] = []
+    real = reader.copy_block
+
+    def noted(*args: Any) -> np.ndarray:
+        copied.append(real(*args).nbytes)
+        return real(*args)
+
+    monkeypatch.setattr(reader, "copy_block", noted)
+    x, replicated = (jax.device_put(counting(64, 128), NamedSharding(M42, spec)) for spec in (P("data", "model"), P()))
+    with ns.testing.accelerator_routes(), compat.count_compiles() as programs:
+        ns.save_safetensors({"x": x, "y": replicated, "z": x + 0}, tmp_path / "x.safetensors", budget="1MiB")
+    assert sum(copied) == 3 * x.nbytes and len(copied) == 8 + 1 + 8
+    assert programs[0] <= 1
+    assert bits(load_file(tmp_path / "x.safetensors")["x"]) == bits(x)
 
 
 def test_every_memory_layout_saves_its_values(tmp_path):

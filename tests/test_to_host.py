@@ -15,8 +15,8 @@ from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na, unreduced
 
 import namedshard as ns
 from namedshard import _jaxcompat as compat
-from namedshard._place import local as _local
-from namedshard._place.boxes import local_slices, shape_of, whole
+from namedshard._place import reader
+from namedshard._place.boxes import local_slices, whole
 from namedshard._place.compiled import lowered
 from namedshard._place.exchange import flat_range
 from namedshard._place.gather import parse_bytes
@@ -194,23 +194,54 @@ def test_bytes_on_a_device_of_an_accelerator_are_those_of_its_programs() -> None
         assert most <= told
 
 
-def test_boxes_of_all_sizes_are_read_from_accelerators_by_few_programs(monkeypatch) -> None:
-    monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is copied off devices, where these are as accelerators."""
+    sizes: list[int] = []
+    real = reader.copy_block
+
+    def noted(*args: Any) -> np.ndarray:
+        sizes.append(real(*args).nbytes)
+        return real(*args)
+
+    monkeypatch.setattr(reader, "copy_block", noted)
+    monkeypatch.setattr(reader, "on_cpus", lambda sharding: False)
+    return sizes
+
+
+def test_boxes_are_read_from_accelerators_in_blocks_by_one_program(copied: list[int]) -> None:
     values = counting(1000, 700)
     x = jax.device_put(values, jax.devices()[0])
     held = whole(values.shape)
-    slot = 1 << 16
-    found = [box for first in range(0, 700_000, slot + 1000) for _, box in flat_range(held, first, first + slot + 1000)]
-    found = [box for box in found if all(hi <= n for (_, hi), n in zip(box, values.shape, strict=True))]
-    found += [((a, a + n), (700 - n, 700)) for a in (0, 3, 999 - 650) for n in (1, 2, 5, 600, 650)]
-    found += [((0, 0), (3, 9)), ((999, 1000), (699, 700)), held]
+    in_order = [box for first in range(0, 700_000, 5000) for _, box in flat_range(held, first, first + 5000)]
+    anywhere = [((a, a + n), (700 - n, 700)) for a in (0, 3, 999 - 650) for n in (1, 2, 5, 600, 650)]
+    anywhere += [((0, 0), (3, 9)), ((999, 1000), (699, 700)), held]
+    read_by = reader.ShardReader(1 << 20)
     with compat.count_compiles() as programs:
-        for box in found:
-            read = _local.read_box(x, held, box)
-            assert read.dtype == values.dtype
-            np.testing.assert_array_equal(read, values[local_slices(box, held)])
-    assert len({shape_of(box) for box in found}) > 25
-    assert programs[0] <= 8
+        for boxes in (in_order, anywhere):
+            for box in boxes:
+                read = read_by.read(x, held, box)
+                assert read.dtype == values.dtype
+                np.testing.assert_array_equal(read, values[local_slices(box, held)])
+            if boxes is in_order:
+                # Each block once; the last overlaps the one before.
+                assert x.nbytes <= sum(copied) <= x.nbytes + max(copied)
+                assert max(copied) <= (1 << 20) // reader.KEPT
+    assert programs[0] == 1
+
+
+def test_what_is_small_enough_is_copied_whole_and_not_kept(copied: list[int]) -> None:
+    x = put(counting(16, 8), P("data", "model"))
+    with compat.count_compiles() as programs:
+        assert bits(ns.to_host(x)) == bits(counting(16, 8))
+    assert programs[0] == 0 and copied == [16 * 8 * 4 // 8] * 8
+    assert all(s.data._npy_value is None for s in x.addressable_shards)
+
+
+def test_host_memory_is_read_as_it_is(copied: list[int]) -> None:
+    x = put(counting(16, 8), P("data"), kind="pinned_host")
+    assert bits(ns.to_host(x)) == bits(counting(16, 8))
+    assert copied == [16 * 8 * 4 // 4] * 4
 
 
 def test_an_array_that_is_still_to_be_summed() -> None:

@@ -65,18 +65,6 @@ def volume(box: Bounds) -> int:
     return math.prod(hi - lo for lo, hi in box)
 
 
-def rounded_up(size: tuple[int, ...], most: tuple[int, ...], small: int) -> tuple[int, ...]:
-    """One of few sizes: each dimension a power of two or ``most``, which it also is while there are few elements.
-
-    Each size of a slice is a program of its own.
-    """
-    out: list[int] = []
-    for n, limit in zip(reversed(size), reversed(most), strict=True):
-        few = math.prod(out) * limit <= small
-        out.append(limit if few else min(limit, 1 << (n - 1).bit_length()))
-    return tuple(reversed(out))
-
-
 def overlap(a: Bounds, b: Bounds) -> Bounds | None:
     """What two boxes share, or None."""
     out = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))

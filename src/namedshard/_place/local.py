@@ -21,9 +21,6 @@ from namedshard._plan.mapping import plain_spec
 from namedshard._plan.mesh import require_attached
 from namedshard._types import Bounds
 
-SMALL_BYTES = 256 << 10
-"""What comes from a device about as fast as a single byte."""
-
 
 def run(work: Sequence[Move], *, manual: frozenset[str]) -> None:
     """Carry out checked moves, filling in each one's ``result``."""
@@ -221,34 +218,18 @@ def onto_devices(
         return jax.device_put([piece] * len(places), places)
 
 
-@compat.explicit_transfers()
-def read_box(piece: Any, held: Bounds, box: Bounds) -> np.ndarray:
-    """A box of an array as numpy, from one device's (or the host's) piece that holds ``held``; on CPUs a view of it."""
-    slices = boxes.local_slices(box, held)
-    on_device = isinstance(piece, jax.Array) and piece.sharding.memory_kind == _device_kind(piece.sharding)
-    if box == held or not on_device or on_cpus(piece.sharding):
-        # The ellipsis keeps arrays of no dimensions arrays.
-        return np.asarray(piece)[(*slices, ...)]
-    # Only the box, or little more, crosses to the host, and JAX keeps no copy of the whole piece there.
-    shape = boxes.rounded_up(boxes.shape_of(box), piece.shape, SMALL_BYTES // piece.dtype.itemsize)
-    start = [min(s.start, n - size) for s, n, size in zip(slices, piece.shape, shape, strict=True)]
-    with compat.no_context_mesh(), compat.keeping_bits([piece.dtype]):
-        read = np.asarray(jax.lax.dynamic_slice(piece, start, shape))
-    return read[(*(slice(s.start - at, s.stop - at) for s, at in zip(slices, start, strict=True)), ...)]
-
-
-def _device_kind(sharding: Sharding) -> str:
+def device_kind(sharding: Sharding) -> str:
     """The memory that arrays on this process's devices go to unless told otherwise; its own kind where it has none."""
     here = next(iter(sharding.addressable_devices), None)
     return here.default_memory().kind if here else sharding.memory_kind or "device"
 
 
 def _device_sharding(want: NamedSharding) -> NamedSharding:
-    return want.with_memory_kind(_device_kind(want))
+    return want.with_memory_kind(device_kind(want))
 
 
 def _to_device_memory(x: jax.Array) -> jax.Array:
-    kind = _device_kind(x.sharding)
+    kind = device_kind(x.sharding)
     return x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 

@@ -18,6 +18,7 @@ from namedshard._place import exchange as ex
 from namedshard._place import local
 from namedshard._place.boxes import Layout, aligned_empty, distinct_shards, layout_of, local_slices, shape_of, volume
 from namedshard._place.keys import like, raw, raw_sharding, raw_type
+from namedshard._place.reader import ShardReader
 from namedshard._place.rounds import CHUNK_BYTES
 from namedshard._place.route import Move, Route, stays_on_devices
 from namedshard._plan.leaves import jax_dtype
@@ -116,23 +117,25 @@ def exchange(
     targets: Sequence[Layout],
     buffers: Sequence[Mapping[Bounds, np.ndarray]],
     budget: int,
+    reader: ShardReader | None = None,
 ) -> None:
     """Fill this process's target boxes of global arrays; every process calls it with the same arrays and targets.
 
     To be called within `guard_exchange`, with all that leads to it after the processes have agreed to the call. The
     arrays are no typed keys; ``buffers`` hold memory for each target box of this process; ``budget`` is the bytes that
-    a process may use for sending and receiving at a time.
+    a process may use for sending and receiving at a time; what a ``reader`` uses is its own.
     """
     changes = [
         (layout_of(x.sharding, x.shape), target, x.dtype.itemsize) for x, target in zip(arrays, targets, strict=True)
     ]
     schedule = ex.schedule(changes, jax.process_index(), budget)
     shards: dict[int, dict[Device, Any]] = {}
+    reader = reader or ShardReader(budget // 4)
 
     def read(leaf: int, piece: ex.Piece, box: Bounds) -> np.ndarray:
         if leaf not in shards:
             shards[leaf] = {s.device: s.data for s in arrays[leaf].addressable_shards}
-        return local.read_box(shards[leaf][piece.source], piece.source_box, box)
+        return reader.read(shards[leaf][piece.source], piece.source_box, box)
 
     def write(leaf: int, piece: ex.Piece, box: Bounds, data: np.ndarray) -> None:
         buffers[leaf][piece.target_box][local_slices(box, piece.target_box)] = data

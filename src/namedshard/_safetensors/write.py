@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from namedshard._errors import CheckpointError, ExchangeError, NarrowingError
-from namedshard._place import boxes, local
+from namedshard._place import boxes
 from namedshard._place import transfer as collective
+from namedshard._place.reader import ShardReader
 from namedshard._processes import coordination
 from namedshard._safetensors.commit import PartialFile
 from namedshard._safetensors.header import encode_header
@@ -123,7 +124,7 @@ Shards: TypeAlias = dict[Bounds, Any]
 """A leaf, or some of it, as shards that this process can read: bounds in the leaf, and data."""
 
 
-def _read_shards(shards: Shards, part: Part, box: Bounds) -> np.ndarray:
+def _read_shards(reader: ShardReader, shards: Shards, part: Part, box: Bounds) -> np.ndarray:
     """The elements of a box of a part, in its atoms' order; a view of a shard that has them all."""
     out: np.ndarray | None = None
     for bounds, data in shards.items():
@@ -132,7 +133,7 @@ def _read_shards(shards: Shards, part: Part, box: Bounds) -> np.ndarray:
             if shared is None:
                 continue
             region = leaf_bounds(part, shared)
-            view = leaf_view(part, shared, local.read_box(data, bounds, region), [lo for lo, _ in region])
+            view = leaf_view(part, shared, reader.read(data, bounds, region), [lo for lo, _ in region])
             if shared == box:
                 return view
             if out is None:
@@ -150,13 +151,13 @@ def _shards_here(value: Any) -> Shards:
     return {boxes.whole(array.shape): array}
 
 
-def _gather_region(value: jax.Array, region: Bounds, owner: int, budget: int) -> Shards:
+def _gather_region(reader: ShardReader, value: jax.Array, region: Bounds, owner: int, budget: int) -> Shards:
     """A region of a shared array on one process; nothing on the others. A collective."""
     device = next(d for d in jax.devices() if d.process_index == owner)
     buffers: Shards = {}
     if owner == jax.process_index():
         buffers[region] = np.empty(boxes.shape_of(region), value.dtype)
-    collective.exchange([value], [boxes.layout({device: region}, value.ndim)], [buffers], budget)
+    collective.exchange([value], [boxes.layout({device: region}, value.ndim)], [buffers], budget, reader)
     return buffers
 
 
@@ -198,6 +199,9 @@ class FileWriter:
     failures: Failures
     advance: Callable[[int], None]
     partials: list[PartialFile] = dataclasses.field(default_factory=list[PartialFile])
+
+    def __post_init__(self) -> None:
+        self._reader = ShardReader(self.budget // 8)
 
     def write(self, file: File) -> None:
         """Write one file beside its name, on its owner; the other processes take part in gathering. Raises nothing."""
@@ -245,7 +249,9 @@ class FileWriter:
                     for chunk in found:
                         if self.failures.broken:
                             return
-                        gathered = _gather_region(value, leaf_bounds(part, chunk.box), file.owner, self.budget // 4)
+                        gathered = _gather_region(
+                            self._reader, value, leaf_bounds(part, chunk.box), file.owner, self.budget // 4
+                        )
                         if gathered:
                             write(gathered, [chunk])
                 at += tensor.nbytes
@@ -276,7 +282,9 @@ class FileWriter:
     def _write_chunk(self, file: PartialFile, tensor: Outgoing, part: Part, shards: Shards, chunk: Chunk) -> int:
         if self.failures:
             return 0
-        data = memoryview(_as_stored(tensor, _read_shards(shards, part, chunk.box)).reshape(-1).view(np.uint8))
+        data = memoryview(
+            _as_stored(tensor, _read_shards(self._reader, shards, part, chunk.box)).reshape(-1).view(np.uint8)
+        )
         for i, offset in enumerate(run_offsets(part, chunk, tensor.dtype.itemsize)):
             file.write(offset, data[i * chunk.run_bytes : (i + 1) * chunk.run_bytes])
         return data.nbytes
