@@ -1,12 +1,17 @@
 """Moves between two processes: time and bytes by route, what agreeing on a call costs, and the memory of `to_host`.
 
 The processes are real ones on this machine, with four virtual devices each, joined by gloo collectives over loopback.
+Where ``libtpu`` is installed, moves are also compiled for TPUs, which needs none.
 """
 
 import ctypes
 import gc
+import importlib.util
 import json
+import math
 import os
+import random
+import re
 import socket
 import statistics
 import subprocess
@@ -25,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import namedshard as ns
 from benchmarks._harness import duration, text_table
-from namedshard._place import exchange
+from namedshard._place import boxes, compiled, exchange, rounds
 from namedshard._place import transfer as collective
 from namedshard._processes import agreement
 
@@ -33,6 +38,23 @@ PROCESSES, DEVICES = 2, 4
 MIB = 1 << 20
 LIMIT = 900
 MAPPING = {"a": "x", "b": "y"}
+
+# Specs of source and target, and the devices of each: all in order, some of them, or (None) all shuffled.
+P, ALL = PartitionSpec, slice(None)
+CATALOGUE: dict[str, tuple[PartitionSpec, PartitionSpec, slice, slice | None]] = {
+    "another order": (P("x", "y"), P("x", "y"), ALL, None),
+    "(x, y) to (y, x)": (P("x", "y"), P("y", "x"), ALL, ALL),
+    "x to (x, y)": (P("x"), P("x", "y"), ALL, ALL),
+    "rows to columns": (P(("x", "y")), P(None, ("x", "y")), ALL, ALL),
+    "rows to columns, another order": (P(("x", "y")), P(None, ("x", "y")), ALL, None),
+    "to replicated": (P("x", "y"), P(), ALL, ALL),
+    "to half of the devices": (P("x", "y"), P("x", "y"), ALL, slice(8)),
+    "from half of the devices": (P("x", "y"), P(None, "x"), slice(8), ALL),
+    "to the other half": (P("x", "y"), P("y", "x"), slice(8), slice(8, None)),
+}
+TOPOLOGIES = {"v5e:4x4": ("v5e:4x4", 1), "v5p:2x2x4": ("v5p:2x2x4", 1), "2 of v5e:2x4": ("v5e:2x4", 2)}
+# For devices of the second slice alone there is no compiler without them.
+NOT_COMPILED = ("2 of v5e:2x4", "to the other half")
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -64,7 +86,11 @@ def run(quick: bool) -> dict[str, Any]:
         first, *others = (json.loads(Path(f"{folder}/{i}.json").read_text()) for i in range(PROCESSES))
         for entry, *theirs in zip(first["to_host"], *(o["to_host"] for o in others), strict=True):
             entry["peak"] = [entry["peak"], *(t["peak"] for t in theirs)]
-        return first
+        for name, entry in first["moves"].items():
+            for way in ("seconds", "on_devices", "device_put"):
+                # A process that only sends is done before it has arrived.
+                entry[way] = max((r["moves"][name][way] for r in (first, *others)), key=lambda found: found or 0.0)
+        return first | {"on_tpus": _on_tpus(quick)}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -76,6 +102,7 @@ def table(results: dict[str, Any]) -> str:
             f"{r['must_cross'] / MIB:.1f} MiB",
             f"{r['sent'] / MIB:.1f} MiB",
             f"{r['sent'] / r['must_cross']:.2f}" if r["must_cross"] else "",
+            duration(r["on_devices"]) if r["on_devices"] is not None else "-",
             duration(r["device_put"]) if r["device_put"] is not None else "-",
         ]
         for name, r in results["moves"].items()
@@ -95,7 +122,10 @@ def table(results: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            text_table(title, ["", "time", "must cross", "sent", "ratio", "jax.device_put"], moved),
+            text_table(
+                title, ["", "time", "must cross", "sent", "ratio", "as on accelerators", "jax.device_put"], moved
+            ),
+            on_tpus(results),
             text_table("Agreeing on a call", ["", "time"], agreed),
             text_table(
                 "Peak memory beyond the result, by process",
@@ -104,6 +134,94 @@ def table(results: dict[str, Any]) -> str:
             ),
         ]
     )
+
+
+def on_tpus(results: dict[str, Any]) -> str:
+    """The table of moves that were compiled for TPUs."""
+    if not results["on_tpus"]:
+        return "Not compiled for TPUs: libtpu is not installed."
+
+    def needs(found: dict[str, int] | None) -> list[str]:
+        return ["-", "-"] if found is None else [str(found["collectives"]), f"{found['beyond'] / MIB:.0f} MiB"]
+
+    rows = [
+        [
+            f"{topology}: {move}",
+            f"{r['shards'] / MIB:.0f} MiB",
+            f"{r['must_cross'] / MIB:.0f} MiB",
+            f"{r['sent'] / MIB:.0f} MiB",
+            *needs(r["ours"]),
+            *needs(r["jit"]),
+        ]
+        for topology, moves in results["on_tpus"].items()
+        for move, r in moves.items()
+    ]
+    columns = ["", "both shards", "must cross", "sent", "permutes", "beyond", "jit: collectives", "beyond"]
+    return text_table("A float32 array of 1 GiB on 16 TPU devices, as compiled", columns, rows)
+
+
+def _on_tpus(quick: bool) -> dict[str, dict[str, Any]]:
+    if importlib.util.find_spec("libtpu") is None:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, (topology, slices) in TOPOLOGIES.items():
+        devices = list(ns.topology_mesh(topology, {"x": 4, "y": 4}, num_slices=slices).devices.flat)
+        found[name] = {
+            move: _compiled(devices, *how) for move, how in CATALOGUE.items() if (name, move) != NOT_COMPILED
+        }
+        if quick:
+            break
+    return found
+
+
+def _compiled(
+    devices: list[Any], source: PartitionSpec, target: PartitionSpec, had: Any, wanted: Any
+) -> dict[str, Any]:
+    """What a move takes on one device, and what all send, next to what the compiler makes of it by itself."""
+
+    def sharding(spec: PartitionSpec, which: Any) -> NamedSharding:
+        some = random.Random(0).sample(devices, len(devices)) if which is None else devices[which]
+        return NamedSharding(_mesh(some, 4, len(some) // 4), spec)
+
+    have, want = sharding(source, had), sharding(target, wanted)
+    shape = (1 << 14, 1 << 14)
+    layouts = [boxes.layout_of(s, shape) for s in (have, want)]
+    kept = [
+        boxes.volume(shared)
+        for box, holders in layouts[1].holders.items()
+        for held, shared in boxes.shards_in(layouts[0], box)
+        for device in holders
+        if device in layouts[0].holders[held]
+    ]
+    plan = rounds.plan_between(have, want, shape, 4)
+    slots = 0 if have.device_set == want.device_set else 2 * plan.elements * 4
+    programs = [x.compile() for x in compiled.lowered(shape, np.float32, have, want)]
+    steps = [(group, r) for step in plan.steps for group in step for r in group.rounds]
+    sent = sum(math.prod(g.chunk) * math.prod(g.counts) * sum(a != b for a, b in r.pairs) for g, r in steps)
+    return {
+        "shards": 4 * sum(math.prod(s.shard_shape(shape)) for s in (have, want)),
+        "must_cross": 4 * (sum(boxes.volume(b) * len(h) for b, h in layouts[1].holders.items()) - sum(kept)),
+        "sent": 4 * sent,
+        "ours": {
+            "collectives": sum(map(_collectives, programs)),
+            "beyond": max(p.memory_analysis().temp_size_in_bytes for p in programs) + slots,
+        },
+        "jit": _by_the_compiler(shape, have, want),
+    }
+
+
+def _collectives(program: Any) -> int:
+    kinds = "collective-permute|all-gather|all-to-all|all-reduce|reduce-scatter"
+    return len(re.findall(rf" (?:{kinds})(?:-start)?\(", program.as_text()))
+
+
+def _by_the_compiler(shape: tuple[int, ...], have: NamedSharding, want: NamedSharding) -> dict[str, int] | None:
+    """The same for a jitted identity, where JAX compiles that: it wants one order of devices."""
+    if list(have.mesh.devices.flat) != list(want.mesh.devices.flat):
+        return None
+    struct = jax.ShapeDtypeStruct(shape, np.float32, sharding=have)
+    program: Any = jax.jit(lambda x: x, out_shardings=want).lower(struct).compile()
+    return {"collectives": _collectives(program), "beyond": program.memory_analysis().temp_size_in_bytes}
 
 
 # --- in the processes -------------------------------------------------------------------------------------------------
@@ -153,7 +271,8 @@ def _bytes(call: Callable[[], Any]) -> tuple[int, int]:
         call()
     finally:
         exchange.schedule = real
-    return sum(p.crossing_bytes for p in plans), sum(p.sent_bytes for p in plans)
+    sent = sum(phase.steps * phase.slot_bytes * sum(map(len, phase.rounds)) for p in plans for phase in p.phases)
+    return sum(p.crossing_bytes for p in plans), sent
 
 
 def _moves(size: int, rounds: int) -> dict[str, Any]:
@@ -191,7 +310,17 @@ def _moves(size: int, rounds: int) -> dict[str, Any]:
         # JAX itself refuses other devices, or on one process only, so that the processes get out of step.
         if isinstance(source, np.ndarray) or source.sharding.device_set == target.device_set:
             theirs = _median(lambda source=source, target=target: jax.device_put(source, target), rounds)
-        out[name] = {"seconds": seconds, "device_put": theirs, "must_cross": must_cross, "sent": sent}
+        on_devices = None
+        if not isinstance(source, np.ndarray):
+            with ns.testing.accelerator_routes():
+                on_devices = _median(ours, rounds)
+        out[name] = {
+            "seconds": seconds,
+            "on_devices": on_devices,
+            "device_put": theirs,
+            "must_cross": must_cross,
+            "sent": sent,
+        }
     for keeper in (0, None):
 
         def gathered(keeper: int | None = keeper) -> Any:
@@ -200,7 +329,8 @@ def _moves(size: int, rounds: int) -> dict[str, Any]:
         must_cross, sent = _bytes(gathered)
         name = "to_host: to one process" if keeper == 0 else "to_host: to both"
         seconds = _median(gathered, rounds)
-        out[name] = {"seconds": seconds, "device_put": None, "must_cross": must_cross, "sent": sent}
+        found = {"seconds": seconds, "on_devices": None, "device_put": None}
+        out[name] = found | {"must_cross": must_cross, "sent": sent}
     return out
 
 

@@ -4,7 +4,9 @@ import multiprocess
 import pytest
 
 
-@pytest.mark.parametrize("case", ["during_a_move", "during_a_gather", "during_a_save", "before_a_call"])
+@pytest.mark.parametrize(
+    "case", ["during_a_move", "during_a_compiled_move", "during_a_gather", "during_a_save", "before_a_call"]
+)
 def test_one_process(case: str) -> None:
     job = multiprocess.run("deaths", [2, 2, 2], dying=[2], only=case)
     assert job.exits == [0, 0, -9]

@@ -6,7 +6,6 @@ from multiprocess import die
 
 import namedshard as ns
 from mp import deaths
-from namedshard._place import transfer as collective
 
 ALONE = True
 deaths.VICTIM = 0
@@ -15,7 +14,7 @@ deaths.VICTIM = 0
 def case_during_a_move() -> None:
     tree, (where, mapping, _) = deaths.big(), deaths.PLACES["interleaved"]
     ns.shard(tree, mapping, where)
-    collective.CHUNK_BYTES = 1 << 16
+    deaths.in_small_steps()
     deaths.at_step(3, die)
     try:
         deaths.ends(lambda: ns.shard(tree, mapping, where))

@@ -15,6 +15,7 @@ import namedshard as ns
 from mp.checkpoints import folder
 from mp.moves import PLACES
 from mp.tools import COUNT, ME, equal, mesh, message_of, named, own, put, together, values
+from namedshard._place import compiled, rounds
 from namedshard._place import transfer as collective
 from namedshard._processes.coordination import Channel
 
@@ -39,8 +40,23 @@ def at_step(number: int, what: Callable[[], None]) -> None:
 
         return stepping
 
+    def compiled_step(*args: Any) -> Any:
+        steps.append(1)
+        if ME == VICTIM and len(steps) == number:
+            what()
+        return on_devices(*args)
+
     steps: list[int] = []
+    on_devices = compiled._Step.__call__
     collective._compile_rounds = program
+    compiled._Step.__call__ = compiled_step
+
+
+def in_small_steps() -> None:
+    """Let moves take many steps, by way of the hosts or not."""
+    collective.CHUNK_BYTES = rounds.CHUNK_BYTES = 1 << 16
+    rounds.plan_between.cache_clear()
+    compiled._steps.cache_clear()
 
 
 def big() -> dict[str, Any]:
@@ -102,7 +118,7 @@ def no_more(error: str = "MemoryError: no more of it") -> None:
 def case_during_a_move() -> None:
     tree, (where, mapping, _) = big(), PLACES["interleaved"]
     ns.shard(tree, mapping, where)
-    collective.CHUNK_BYTES = 1 << 16
+    in_small_steps()
     at_step(3, die)
     ends(lambda: ns.shard(tree, mapping, where))
 
@@ -139,7 +155,7 @@ def case_a_failure_in_a_move() -> None:
         raise MemoryError("no more of it")
 
     tree, (where, mapping, _) = big(), PLACES["interleaved"]
-    collective.CHUNK_BYTES = 1 << 16
+    in_small_steps()
     at_step(3, fail)
     if ME == VICTIM:
         equal(message_of(MemoryError, lambda: ns.shard(tree, mapping, where)), "no more of it")
@@ -150,20 +166,25 @@ def case_a_failure_in_a_move() -> None:
 
 
 def case_a_failure_in_a_compiled_move() -> None:
-    """Elsewhere than on CPUs the compiler's collectives move arrays, and results come before they are computed."""
+    """Elsewhere than on CPUs compiled programs move arrays, and results come before they are computed."""
 
     def fail(*_: Any) -> None:
         raise MemoryError("no more of it")
 
     tree, where = big(), PLACES["all"][0]
-    collective.local.on_cpus = lambda _: False
-    if ME == VICTIM:
-        collective.local.constrain_jit = fail
-        equal(message_of(MemoryError, lambda: ns.shard(tree, {"a": "y"}, where)), "no more of it")
-    else:
-        said = message_of(ns.ExchangeError, lambda: ns.shard(tree, {"a": "y"}, where))
-        equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
+    at_step(1, fail)
+    with ns.testing.accelerator_routes():
+        if ME == VICTIM:
+            equal(message_of(MemoryError, lambda: ns.shard(tree, {"a": "y"}, where)), "no more of it")
+        else:
+            said = message_of(ns.ExchangeError, lambda: ns.shard(tree, {"a": "y"}, where))
+            equal(said, broke_off(f"process {VICTIM}: MemoryError: no more of it"))
     no_more()
+
+
+def case_during_a_compiled_move() -> None:
+    with ns.testing.accelerator_routes():
+        case_during_a_move()
 
 
 def case_a_failure_before_anything_is_sent() -> None:
