@@ -18,7 +18,7 @@ from support import M8_REVERSED, M42, bits, counting
 
 import namedshard as ns
 from namedshard import _jaxcompat as compat
-from namedshard._place import boxes, compiled, local, rounds
+from namedshard._place import boxes, compiled, rounds, route
 from namedshard._place.compiled import lowered
 from namedshard._place.shard import place_leaves
 
@@ -241,10 +241,10 @@ def test_what_a_device_has_it_is_not_sent() -> None:
 
 def test_accelerator_routes_end_with_their_block() -> None:
     where = NamedSharding(M42, P())
-    assert local.on_cpus(where)
+    assert route.on_cpus(where)
     with ns.testing.accelerator_routes():
-        assert not local.on_cpus(where)
+        assert not route.on_cpus(where)
         with ns.testing.accelerator_routes():
             pass
-        assert not local.on_cpus(where)
-    assert local.on_cpus(where)
+        assert not route.on_cpus(where)
+    assert route.on_cpus(where)

@@ -39,6 +39,7 @@ from support import (
 
 import namedshard as ns
 from namedshard._place import local as _local
+from namedshard._safetensors import load as _load
 from namedshard._safetensors.ranges import LOCAL
 from namedshard._safetensors.targets import LoadOptions
 
@@ -446,7 +447,7 @@ def test_a_bar_is_shown_on_a_terminal(tmp_path, monkeypatch):
 @pytest.mark.parametrize("budget", ["1GiB", 1024])
 def test_shards_that_leave_this_hosts_memory_do_so_batch_by_batch(tmp_path, monkeypatch, budget, kind):
     """On accelerators; here the devices are CPUs, and only told not to be."""
-    monkeypatch.setattr(_local, "on_cpus", lambda sharding: False)
+    monkeypatch.setattr(_load, "on_cpus", lambda sharding: False)
     put: list[int] = []
     onto = _local.onto_devices
 
