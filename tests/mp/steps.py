@@ -316,6 +316,16 @@ def case_host_values_that_differ() -> None:
     # Minus zero and zero compare equal, and are not the same value.
     zero = np.zeros((24, 24, 2), np.float32)
     message_of(ns.HostValueError, lambda: ns.shard(named(-zero if ME == 1 else zero, "a b c"), MAPPING, ALL))
+    # Under jax.set_mesh JAX calls an array replicated that each process made of values of its own.
+    with jax.set_mesh(ALL):
+        own_values = named(jnp.asarray(np.full((24, 24, 2), ME, np.float32)), "a b c")
+        equal(own_values.array.sharding.is_fully_replicated and not own_values.array.is_fully_addressable, True)
+        said = message_of(ns.HostValueError, lambda: ns.shard(own_values, MAPPING))
+        equal(said.splitlines()[1], "  (root): process 1 has another value than process 0")
+        ns.shard(own_values, MAPPING, check_replicas=False)
+        equal(ns.shard(own_values, {}) is own_values, True)
+        same = named(jnp.asarray(values(np.float32)), "a b c")
+        check(ns.shard(same, MAPPING).array, values(np.float32), ALL, PLACES["all"][2])
     # On one process's own mesh nothing is compared.
     mine = mesh((len(own(ME)),), "x", devices=own(ME))
     equal(int(ns.shard(named(np.full((24,), ME), "a"), {"a": "x"}, mine).array[0]), ME)

@@ -5,6 +5,7 @@ them, in slots of bounded size. Elsewhere `compiled` programs do the same withou
 """
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from namedshard._place.reader import ShardReader
 from namedshard._place.rounds import CHUNK_BYTES
 from namedshard._place.route import Move, Route, stays_on_devices
 from namedshard._plan.leaves import jax_dtype
-from namedshard._processes.agreement import agree, describe_leaf
+from namedshard._processes.agreement import LeafDescription, agree, describe_leaf, fingerprint_sharding
 from namedshard._processes.coordination import guard_exchange, run_watched, wait_for_processes
 from namedshard._types import Bounds, Device
 
@@ -34,8 +35,11 @@ def _processes_of(move: Move) -> set[int]:
     return {d.process_index for d in devices}
 
 
-def run(work: Sequence[Move]) -> list[Move]:
-    """Carry out the moves that involve other processes; returns those that this process carries out alone."""
+def run(work: Sequence[Move], check_replicas: bool = True) -> list[Move]:
+    """Carry out the moves that involve other processes; returns those that this process carries out alone.
+
+    With ``check_replicas``, the copies of a replicated array are compared before each process keeps a part of its own.
+    """
     me = jax.process_index()
     spanning: list[Move] = []
     elsewhere: list[Move] = []
@@ -48,14 +52,14 @@ def run(work: Sequence[Move]) -> list[Move]:
             (elsewhere if len(involved) == 1 else spanning).append(move)
     with compat.no_context_mesh():
         if spanning:
-            _run(spanning)
+            _run(spanning, check_replicas)
         # Sources that are given up go last: the call may fail before.
         for move in elsewhere:
             _finish(move, {})
     return own
 
 
-def _run(work: Sequence[Move]) -> None:
+def _run(work: Sequence[Move], check_replicas: bool) -> None:
     # Whatever can fail on one process alone comes before the others wait for it.
     ways: dict[Route, list[Move]] = collections.defaultdict(list)
     for move in work:
@@ -66,7 +70,7 @@ def _run(work: Sequence[Move]) -> None:
     for x, want in ((raw_type(m.value), raw_sharding(m.value, m.want)) for m in exchanged):
         targets.append(layout_of(want, x.shape))
         buffers.append({box: aligned_empty(shape_of(box), x.dtype) for box in distinct_shards(x.shape, want)})
-    agree("shard", [describe_leaf(m.path, m.value, m.want, host=m.route is Route.FROM_HOST) for m in work])
+    agree("shard", [_described(m, check_replicas) for m in work])
     permuted = ways[Route.PERMUTE]
     # This process has no part in moves between devices of which it has none.
     near = [m for m in permuted if m.value.sharding.addressable_devices or m.want.addressable_devices]
@@ -85,6 +89,19 @@ def _run(work: Sequence[Move]) -> None:
         move.result = like(x, local.shard_host_value(raw(x), raw_sharding(x, move.want)))
         if move.donate:
             x.delete()
+
+
+def _described(move: Move, check_replicas: bool) -> LeafDescription:
+    x, have = move.value, move.now.sharding
+    if move.route is Route.FROM_HOST or have is None or not check_replicas:
+        return describe_leaf(move.path, x, move.want, host=move.route is Route.FROM_HOST)
+    everywhere = len({d.process_index for d in have.device_set}) == jax.process_count()
+    if not (everywhere and have.is_fully_replicated) or move.want.is_fully_replicated:
+        return describe_leaf(move.path, x, move.want)
+    # JAX calls an array replicated, under jax.set_mesh, that each process made of values of its own.
+    copy = np.asarray(compat.shards_of(raw(x))[0])
+    described = describe_leaf(move.path, copy, move.want, host=True)
+    return dataclasses.replace(described, aval=f"{x.dtype}{list(x.shape)} as {fingerprint_sharding(have)}")
 
 
 def _wait_watched(arrays: Any) -> None:
