@@ -40,6 +40,19 @@ def embed(demo: ModuleType, model: Any, sentences: list[str], on: Mesh) -> np.nd
         return np.asarray(demo.embed(model, ids, mask).array)[: len(sentences)]
 
 
+def test_a_plain_dict_of_weights_with_names_by_pattern_embeds_the_same() -> None:
+    script = SCRIPT.with_name("embed_plain.py")
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | {"COLUMNS": "120"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(
+        "\ncosines\n   1.00000   0.58939   0.03079\n   0.58939   1.00000   0.04151\n   0.03079   0.04151   1.00000\n"
+    )
+    assert "101 leaves, 86.1 MiB; on each of 8 devices 33.3 MiB, of which 828 KiB replicated\n" in done.stdout
+    # Heads are whole on each device.
+    assert re.search(r"attention\.self\.query\.weight'\] ×6 +heads=12, embed=384 +P\('model', None\)", done.stdout)
+
+
 def test_the_script_prints_the_right_numbers() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")} | {"COLUMNS": "100"}
     done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)

@@ -23,7 +23,8 @@ MESHES = {
     "2x4 explicit, reversed": mesh((2, 4), "data model", EXPLICIT, DEVICES[::-1]),
 }
 NAMES = {"embed": "data", "odd": "data", "mlp": "model", "vocab": "model", "heads": "model", "expert": "model"}
-MAPPING = ns.AxisMapping({name: ns.first(axis, None) for name, axis in NAMES.items()})
+RULES = {name: ns.first(axis, None) for name, axis in NAMES.items()}
+MAPPING = ns.AxisMapping(RULES, unmatched="ignore")
 
 
 @functools.cache

@@ -519,6 +519,12 @@ def test_one_process_has_no_coordination_client() -> None:
     assert compat.coordination_client() is None
 
 
+def test_what_jax_raises_on_explicit_axes() -> None:
+    with jax.set_mesh(E42), pytest.raises(compat.ShardingTypeError):
+        x = jax.device_put(counting(8, 8), NamedSharding(E42, P(None, "data")))
+        jax.jit(lambda x: x @ x.T)(x)
+
+
 def test_devices_of_this_process_are_attached() -> None:
     """Those of a topology, in tests/tpu, have a client of this class; this process's have another."""
     assert compat.is_attached(DEVICES[0])

@@ -181,7 +181,7 @@ def test_all_leaves_are_named_at_once_under_the_users_own_names() -> None:
     model = layer(M8_REVERSED)
     with jax.set_mesh(M8):
         good = na(put(counting(8, 4), M8, "data"), "batch embed")
-        wrong_spec = na(put(counting(8, 4), M8), "batch embed")
+        wrong_spec = na(put(counting(8, 8), M8, None, "data"), "batch embed")
         targets = {"a b": [put(counting(8, 4), mesh((8,), "rows"), "rows"), wrong_spec]}
         said = told(ns.MismatchError, step, model, good, wrong_spec, targets=targets, step=3)
         order = (
@@ -193,9 +193,9 @@ def test_all_leaves_are_named_at_once_under_the_users_own_names() -> None:
             f"model.weight: {order} 128 B",
             f"model.bias: {order} 32 B",
             f"model.scale: {order} 4 B",
-            "batches[1]: [spec] spec P(), but expected P('data', None); a move costs 128 B",
+            "batches[1]: [spec] spec P(None, 'data'), but expected P('data', None); a move costs 256 B",
             "targets['a b'][0]: [axis names] mesh axes ('rows'=8), but expected ('data'=8); a move costs 128 B",
-            "targets['a b'][1]: [spec] spec P(), but expected P('data', None); a move costs 128 B",
+            "targets['a b'][1]: [spec] spec P(None, 'data'), but expected P('data', None); a move costs 256 B",
             f"fix: model = ns.shard(model, {rules})",
             f"fix: batches = ns.shard(batches, {rules})",
             f"fix: targets = ns.shard(targets, {rules})",
@@ -377,19 +377,16 @@ def test_host_and_uncommitted_arguments_are_placed_without_fuss(mode: str) -> No
         assert step.report() == ns.Report(calls=1, traces=1, compiles=1, reshards=0, bytes_moved=0)
 
 
-def test_arrays_made_under_a_mesh_are_committed_and_told_of() -> None:
+def test_arrays_made_under_a_mesh_are_placed_though_they_are_committed() -> None:
     step = ns.named_jit(lambda key, x: x, in_axis_resources={"a": "data"})
     with jax.set_mesh(M8):
         key, zeros = jax.random.key(0), na(jax.numpy.zeros(8), "a")
-        assert zeros.array.committed
-        said = told(ns.MismatchError, step, key, zeros)
-        assert said == text(
-            "<lambda>: 1 of 2 argument leaves is not placed as the call needs",
-            "x: [spec] spec P(), but expected P('data',); a move costs 32 B",
-            "fix: x = ns.shard(x, {'a': 'data'})",
-            RESHARD_FIX,
-        )
-        assert_exactly(step(key, run_fixes(said, {"x": zeros})["x"]), M8, P("data"))
+        assert zeros.array.committed and zeros.array.sharding.is_fully_replicated
+        assert_exactly(step(key, zeros), M8, P("data"))
+        # Replicated elsewhere, somebody chose it.
+        with pytest.raises(ns.MismatchError):
+            step(key, na(put(counting(8), M8_REVERSED), "a"))
+        assert step.report() == ns.Report(calls=1, traces=1, compiles=1, reshards=0, bytes_moved=0)
 
 
 def test_reshard_moves_just_those_and_warns_at_the_third_call_in_a_row() -> None:
@@ -398,8 +395,8 @@ def test_reshard_moves_just_those_and_warns_at_the_third_call_in_a_row() -> None
         return model["w"] + x
 
     with jax.set_mesh(M8):
-        model = {"w": na(put(counting(8, 4), M8), "a b"), "fine": na(put(counting(8), M8, "data"), "a")}
-        x = na(put(counting(8, 4), M8), "a b")
+        model = {"w": na(put(counting(8, 8), M8, None, "data"), "a b"), "fine": na(put(counting(8), M8, "data"), "a")}
+        x = na(put(counting(8, 8), M8, None, "data"), "a b")
         outs = []
         for expected in ([], [], [1], [], []):
             out, said = warned(step, model, x)
@@ -408,16 +405,16 @@ def test_reshard_moves_just_those_and_warns_at_the_third_call_in_a_row() -> None
             if said:
                 assert said == [
                     text(
-                        "step: 3 calls in a row moved the same arguments, 256 B per call",
-                        "model['w']: 128 B",
-                        "x: 128 B",
+                        "step: 3 calls in a row moved the same arguments, 512 B per call",
+                        "model['w']: 256 B",
+                        "x: 256 B",
                         "fix: place them once, before the loop, with ns.shard",
                     )
                 ]
         for out in outs:
             assert_exactly(ns.shard(out, {"a": "data"}), M8, P("data"))
-            assert bits(out.array) == bits(counting(8, 4) * 2)
-        assert step.report() == ns.Report(calls=5, traces=1, compiles=1, reshards=10, bytes_moved=5 * 256)
+            assert bits(out.array) == bits(counting(8, 8) * 2)
+        assert step.report() == ns.Report(calls=5, traces=1, compiles=1, reshards=10, bytes_moved=5 * 512)
 
 
 def test_a_call_in_between_breaks_the_row() -> None:
@@ -431,13 +428,13 @@ def test_a_call_in_between_breaks_the_row() -> None:
 def test_warn_goes_on_as_jax_does_and_warns_once() -> None:
     step = ns.named_jit(lambda x: x * 2, in_axis_resources={"a": "data"}, on_mismatch="warn")
     with jax.set_mesh(M8):
-        x = na(put(counting(8), M8), "a")
+        x = na(put(counting(8, 8), M8, None, "data"), "a b")
         out, said = warned(step, x)
-        assert bits(out.array) == bits(counting(8) * 2)
+        assert bits(out.array) == bits(counting(8, 8) * 2)
         assert said == [
             text(
                 "<lambda>: 1 of 1 argument leaf is not placed as the call needs",
-                "x: [spec] spec P(), but expected P('data',); a move costs 32 B",
+                "x: [spec] spec P(None, 'data'), but expected P('data', None); a move costs 256 B",
                 "fix: x = ns.shard(x, {'a': 'data'})",
                 RESHARD_FIX,
             )

@@ -224,14 +224,14 @@ def test_a_field_may_hold_a_module_or_no_array() -> None:
     ]
 
 
-def test_stacked_modules_are_left_outside_of_the_loop_and_planned_in_it() -> None:
+def test_stacked_modules_are_planned_outside_of_the_loop_and_in_it() -> None:
     stacked = jax.tree.map(lambda *xs: np.stack(xs), *(linear(8, 4) for _ in range(3)))
     mapping = {"out": "data", "in": "model"}
     p = ns.plan(stacked, mapping, ABSTRACT)
-    assert [(leaf.spec, leaf.note) for leaf in p.leaves] == [
-        (None, "names (out, in) do not fit rank 3; left as it is"),
-        (None, "names (out) do not fit rank 2; left as it is"),
-        (None, ""),
+    assert [(leaf.spec, leaf.axes) for leaf in p.leaves] == [
+        (P(None, "data", "model"), (("_", 3), ("out", 8), ("in", 4))),
+        (P(None, "data"), (("_", 3), ("out", 8))),
+        (None, None),
     ]
     seen: list[Any] = []
     jax.eval_shape(jax.vmap(lambda m: seen.append(ns.plan(m, mapping, ABSTRACT))), stacked)

@@ -3,6 +3,7 @@
 from namedshard import testing
 from namedshard._errors import (
     AmbiguousMeshError,
+    AxisNamesError,
     CheckpointError,
     DeletedArrayError,
     DonationError,
@@ -46,6 +47,7 @@ from namedshard._place.gather import iter_to_host, to_host
 from namedshard._place.route import Route
 from namedshard._place.shard import auto_sharded, shard
 from namedshard._plan.best_effort import best_effort_sharding
+from namedshard._plan.leaves import register_axis_names
 from namedshard._plan.mapping import AxisMapping, axis_mapping, carried_mapping, first, with_mapping
 from namedshard._plan.plan import AxisChoice, LeafPlan, Plan, plan
 from namedshard._plan.specs import physical_axis_size, pspec_for, round_axis_for_partitioning, sharding_for
@@ -60,6 +62,7 @@ __all__ = [
     "AmbiguousMeshError",
     "AxisChoice",
     "AxisMapping",
+    "AxisNamesError",
     "CheckpointError",
     "CompiledInit",
     "DeletedArrayError",
@@ -124,6 +127,7 @@ __all__ = [
     "plan",
     "pspec_for",
     "read_header",
+    "register_axis_names",
     "round_axis_for_partitioning",
     "save_safetensors",
     "shard",

@@ -1,41 +1,37 @@
 """The command line: what a plan would do with a checkpoint, from its header alone, on no device at all."""
 
 import argparse
-import fnmatch
 import io
-import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 from rich.console import Console
 
-from namedshard._errors import NamedShardError, did_you_mean, message
+from namedshard._errors import NamedShardError
 from namedshard._explain.explain import explain_leaves
 from namedshard._explain.report import Lint
-from namedshard._plan.leaves import Leaf
+from namedshard._plan.leaves import Leaf, with_names
 from namedshard._plan.mapping import AxisMapping, MeshAxes, Rule, first, spec_entry
-from namedshard._safetensors.header import TensorInfo
 from namedshard._safetensors.index import read_header
 
 _EPILOG = """\
 AXIS is a mesh axis (model), a product of several (data+model), none, or ordered candidates of which the first that
-fits wins (model|data|none; quote the bars). PATTERN is a glob over the whole tensor name (encoder.*.bias) or, after
-re:, a regular expression (re:.*\\.(query|key)\\.bias); the first pattern that matches a tensor names its dimensions.
-Tensors that no pattern matches are shown as left replicated.
+fits wins (model|data|none; quote the bars). PATTERN is parts of a tensor's name joined by dots, from any part to the
+end: * is anything within a part, ** any number of parts, and re: starts a regular expression for the whole name. The
+first pattern that matches a tensor names its dimensions: 'out in', '_ embed', '... embed',
+'(heads=12 head_size) embed'. Tensors that no pattern matches are split as load_safetensors splits them, along whatever
+dimension divides.
 
 example:
   python -m namedshard explain model.safetensors --mesh data=2,model=4 \\
-      --axes '*.word_embeddings.weight=vocab,embed' --map 'vocab=model|data|none'
+      --axes 'word_embeddings.weight=vocab embed' --map 'vocab=model|data|none'
 
 The exit status is 0 if every tensor can be placed, 1 if one cannot, and 2 for a checkpoint that cannot be read.
 """
-
-AxesPattern: TypeAlias = tuple[str, re.Pattern[str], tuple[str, ...]]
-"""One ``--axes``: the pattern as written, compiled, and the names of the dimensions."""
 
 
 class UsageError(Exception):
@@ -80,43 +76,12 @@ def parse_rule(text: str) -> tuple[str, Rule]:
     return name, candidates[0] if len(candidates) == 1 else first(*candidates)
 
 
-def parse_axes(text: str) -> AxesPattern:
-    """``"encoder.*.weight=out,in"``."""
-    pattern, listed = _pair(text, "a pattern and axis names: write --axes 'encoder.*.weight=out,in'")
-    names = tuple(name.strip() for name in listed.split(",")) if listed.strip() else ()
-    if not all(names) or len(set(names)) != len(names):
-        raise UsageError(f"{text!r}: axis names must not be empty or repeat")
-    try:
-        compiled = re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern))
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
-    return pattern, compiled, names
-
-
-def named_tensors(tensors: Mapping[str, TensorInfo], patterns: Sequence[AxesPattern]) -> tuple[list[Leaf], list[Lint]]:
-    """A leaf for each tensor, with the names of the first pattern that matches it, and lints about the patterns."""
-    leaves: list[Leaf] = []
-    wrong: list[str] = []
-    matched: set[str] = set()
-    for name, info in tensors.items():
-        hits = [(text, names) for text, compiled, names in patterns if compiled.fullmatch(name)]
-        matched.update(text for text, _ in hits)
-        names = hits[0][1] if hits else None
-        if names is not None and len(names) != len(info.shape):
-            wrong.append(f"{name}: its shape is {info.shape}, but {hits[0][0]!r} names ({', '.join(names)})")
-        leaves.append(Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), names))
-    if wrong:
-        headline = f"{len(wrong)} of {len(tensors)} tensors have another number of dimensions than --axes names"
-        fix = "name every dimension, and give the narrower pattern first: the first that matches a tensor counts"
-        raise UsageError(message(headline, wrong, fix))
-    lints = [
-        Lint("unmatched pattern", f"--axes pattern {text!r} matches no tensor{did_you_mean(text, list(tensors))}")
-        for text, _, _ in patterns
-        if text not in matched
-    ]
-    if bare := sum(leaf.names is None for leaf in leaves):
-        lints.append(Lint("unnamed", f"{bare} of {len(leaves)} tensors match no --axes pattern"))
-    return leaves, lints
+def parse_axes(text: str) -> tuple[str, str]:
+    """``"encoder.*.weight=out in"``."""
+    pattern, equals, names = text.partition("=")
+    if not equals or not pattern:
+        raise UsageError(f"{text!r} is not a pattern and axis names: write --axes 'encoder.*.weight=out in'")
+    return pattern, names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="the mesh's axes, as in data=2,model=4")
     repeated: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     explain.add_argument("--map", **repeated, metavar="NAME=AXIS", help="a rule of the mapping")
-    explain.add_argument("--axes", **repeated, metavar="PATTERN=NAME,...", help="names tensors' dimensions")
+    explain.add_argument("--axes", **repeated, metavar="PATTERN=NAMES", help="names tensors' dimensions")
     explain.add_argument(
         "--indivisible", choices=("error", "replicate"), default="error", help="what to do with axes that do not divide"
     )
@@ -155,9 +120,15 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in rules:
             raise UsageError(f"axis {name} is mapped twice")
         rules[name] = rule
-    mapping = AxisMapping(rules, indivisible=arguments.indivisible)
-    patterns = [parse_axes(text) for text in arguments.axes]
-    leaves, lints = named_tensors(read_header(arguments.checkpoint), patterns)
+    # Of a pattern given twice the first counts.
+    patterns = dict(reversed([parse_axes(text) for text in arguments.axes]))
+    axes = {pattern: patterns[pattern] for pattern, _ in map(parse_axes, arguments.axes)}
+    mapping = AxisMapping(rules, indivisible=arguments.indivisible, axes=axes)
+    tensors = read_header(arguments.checkpoint)
+    structs = [Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), None) for name, info in tensors.items()]
+    leaves = with_names(structs, mapping.axes_items)
+    bare = sum(leaf.names is None for leaf in leaves)
+    lints = [Lint("unnamed", f"{bare} of {len(leaves)} tensors match no --axes pattern")] if bare else []
     treedef = jax.tree_util.tree_structure([0] * len(leaves))
     explanation = explain_leaves(leaves, treedef, mapping, mesh, in_file=True, lints=lints)
     if arguments.json:

@@ -28,6 +28,10 @@ class MappingError(PlanError):
     """An axis mapping is not well formed."""
 
 
+class AxisNamesError(PlanError):
+    """Names given to arrays don't fit them, or no array has a name."""
+
+
 class IndivisibleAxisError(PlanError):
     """A named axis cannot be split evenly over the mesh axes it is mapped to."""
 

@@ -20,6 +20,7 @@ from jax._src import mesh as _mesh_module
 from jax._src import source_info_util as _source_info
 from jax._src import util as _util
 from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.core import ShardingTypeError as ShardingTypeError
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax as _jaxlib  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 from jax.extend.core import (

@@ -26,6 +26,7 @@ from namedshard._place.gather import to_host
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._plan.mapping import MappingLike
 from namedshard._plan.mesh import MeshLike
+from namedshard._plan.names import AxesLike
 from namedshard._plan.plan import plan
 from namedshard._safetensors.load import load_safetensors
 from namedshard._safetensors.save import save_safetensors
@@ -119,15 +120,21 @@ def virtual_mesh(
 
 
 def assert_placed(
-    tree: PyTree, mapping: MappingLike | None = None, mesh: MeshLike | None = None, *, memory_kind: str | None = None
+    tree: PyTree,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    memory_kind: str | None = None,
+    axes: AxesLike | None = None,
 ) -> None:
     """Assert that every named array of a tree is where a mapping wants it.
 
     Args:
-        tree: Any pytree of `haliax.NamedArray`s.
+        tree: Any pytree.
         mapping: Named axis → mesh axes; the context's by default.
         mesh: A mesh; the context's by default.
         memory_kind: The memory kind that all of them must be in; None accepts any.
+        axes: Names for arrays that carry none, by leaf path.
 
     Raises:
         AssertionError: Some are not; lists all of them.
@@ -140,7 +147,7 @@ def assert_placed(
         >>> x = ns.shard(hax.named(jnp.zeros(4), "batch"), {"batch": "data"}, mesh)
         >>> assert_placed(x, {"batch": "data"}, mesh)
     """
-    planned = plan(tree, mapping, mesh)
+    planned = plan(tree, mapping, mesh, axes=axes)
     lines: list[str] = []
     named = [(leaf, p) for leaf, p in zip(named_leaves(tree), planned.leaves, strict=True) if p.spec is not None]
     for leaf, leaf_plan in named:

@@ -1,5 +1,7 @@
 """What a plan would do with a tree and why: `explain`."""
 
+import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,9 +23,11 @@ from namedshard._place.route import (
     wanted_memory_kind,
 )
 from namedshard._place.shard import check_memory_kind
+from namedshard._plan.best_effort import best_effort_spec
 from namedshard._plan.leaves import Leaf
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, axis_names, mesh_axes_of
 from namedshard._plan.mesh import MeshLike, describe, manual_axes
+from namedshard._plan.names import UNNAMED, AxesLike, unmatched_patterns
 from namedshard._plan.plan import LeafPlan, Plan, Problem, fixes, plan_leaves, resolve
 from namedshard._types import PyTreeDef
 
@@ -38,6 +42,7 @@ def explain(
     *,
     memory_kind: str | None = None,
     indivisible: Policy | None = None,
+    axes: AxesLike | None = None,
 ) -> Explanation:
     """Tell what `shard` would do with a tree, leaf by leaf, and why. Moves nothing.
 
@@ -52,6 +57,7 @@ def explain(
         mesh: A ``jax.sharding.Mesh`` or ``AbstractMesh``; the context's by default.
         memory_kind: As `shard` takes it.
         indivisible: As `shard` takes it.
+        axes: As `shard` takes it.
 
     Returns:
         An `Explanation`: print it.
@@ -60,6 +66,7 @@ def explain(
         NoMappingError: No mapping given and none in the context.
         NoMeshError: No mesh given and none in the context.
         MappingError: The mapping is not well formed.
+        AxisNamesError: ``axes`` do not fit the arrays.
         MemoryKindError: The mesh's devices do not offer the memory kind.
 
     Examples:
@@ -71,7 +78,7 @@ def explain(
         >>> print(e.rows[0].why[0])
         vocab → 'data' by first('model', 'data', None): 'model' is indivisible (30522 = 4*7630 + 2)
     """
-    leaves, found, where = resolve(tree, mapping, mesh, indivisible)
+    leaves, found, where = resolve(tree, mapping, mesh, indivisible, axes)
     if memory_kind is not None and isinstance(where, Mesh):
         check_memory_kind(where, memory_kind)
     return explain_leaves(leaves, jax.tree_util.tree_structure(tree), found, where, memory_kind=memory_kind)
@@ -108,17 +115,27 @@ def explain_leaves(
             why.append(f"carries its own mapping {dict(leaf.own.rules)!r}")
         reasons = tuple(w for w in (*why, planned.note) if w)
         if in_file:
-            route = "error" if bad else "left replicated" if planned.spec is None else "read"
+            route = "error" if bad else "read" if planned.spec is not None else "best effort"
+            planned = planned if planned.spec is not None else _by_best_effort(planned, mesh)
             found.append(Row(planned.path, planned, "in file", route, reasons, bad, memory_kind=memory_kind))
         else:
             found.append(_row(planned, leaf.value, reasons, bad, mesh, memory_kind, staging))
     rows = tuple(found)
-    axes = list(dict.fromkeys(name for row in rows for name, _ in row.plan.axes or ()))
+    axes = list(dict.fromkeys(name for row in rows for name, _ in row.plan.axes or () if name != UNNAMED))
     ruled = {*mapping.rules, *(c.axis for row in rows for c in row.plan.why if c.rule is not None)}
-    lints = (*lints, *_lints(rows, axes, mapping, mesh, manual))
+    patterns = unmatched_patterns(mapping.axes_items, [row.path for row in rows])
+    hints = [Lint("unmatched pattern", line) for line in patterns]
+    lints = (*lints, *hints, *_lints(rows, axes, mapping, mesh, manual))
     unmapped = tuple(name for name in axes if name not in ruled)
     fixing = tuple(fixes(problems, mesh, manual))
     return Explanation(plan, rows, lints, _totals(plan, rows), unmapped, fixing)
+
+
+def _by_best_effort(planned: LeafPlan, mesh: MeshLike) -> LeafPlan:
+    """Where `load_safetensors` puts an array without names."""
+    spec = best_effort_spec(planned.shape or (), mesh)
+    pieces = math.prod(mesh.shape[name] for entry in spec for name in axis_names(entry))
+    return dataclasses.replace(planned, spec=spec, bytes_per_device=planned.bytes // pieces)
 
 
 def _row(
@@ -210,7 +227,7 @@ def _totals(plan: Plan, rows: Sequence[Row]) -> Totals:
 
 def _used(plan: LeafPlan) -> set[str]:
     """The mesh axes that a leaf is split over."""
-    return {name for choice in plan.why for name in axis_names(choice.won)}
+    return {name for entry in plan.spec or () for name in axis_names(entry)}
 
 
 # --- lints ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -18,8 +18,10 @@ from namedshard._init.trace import Place, Request, mesh_of, trace
 from namedshard._place.local import change_memory
 from namedshard._place.shard import check_memory_kind, shard
 from namedshard._plan.leaves import named_leaves
-from namedshard._plan.mapping import AxisMapping, MappingLike, resolve_mapping, thread_hint
+from namedshard._plan.mapping import AxisMapping, MappingLike, Unmatched, resolve_mapping, thread_hint
 from namedshard._plan.mesh import MeshLike, is_unattached, require_attached, resolve_mesh
+from namedshard._plan.names import AxesLike
+from namedshard._plan.plan import with_policy
 from namedshard._processes.coordination import refuse_compiled
 from namedshard._types import Tracer
 
@@ -76,36 +78,45 @@ def _recipe_for(request: Request, *where: Any) -> tuple[Recipe, bool]:
     return _recipes.put(key, make_recipe(request, *where)), True
 
 
+R = TypeVar("R")
+
+
 @overload
 def init(
-    fn: Callable[..., PyTree],
+    fn: Callable[..., R],
     *args: Any,
     mapping: MappingLike | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
     exact: bool = False,
     report: Literal[False] = False,
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
     **kwargs: Any,
-) -> PyTree: ...
+) -> R: ...
 @overload
 def init(
-    fn: Callable[..., PyTree],
+    fn: Callable[..., R],
     *args: Any,
     mapping: MappingLike | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
     exact: bool = False,
     report: Literal[True],
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
     **kwargs: Any,
-) -> tuple[PyTree, InitReport]: ...
+) -> tuple[R, InitReport]: ...
 def init(
-    fn: Callable[..., PyTree],
+    fn: Callable[..., R],
     *args: Any,
     mapping: MappingLike | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
     exact: bool = False,
     report: bool = False,
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
     **kwargs: Any,
 ) -> Any:
     """Creates a tree already sharded: calls a function, with each array of its result created in its shards.
@@ -128,6 +139,8 @@ def init(
             that ``fn`` gives it.
         exact: Run ``fn`` eagerly on one device and shard the result leaf by leaf.
         report: Also return an `InitReport`.
+        axes: Names for arrays that carry none, by leaf path of the result; see `AxisMapping`.
+        unmatched: As `shard` takes it.
         **kwargs: Keyword arguments of ``fn``.
 
     Returns:
@@ -141,6 +154,7 @@ def init(
 
     Raises:
         NoMeshError: There is a mapping or a ``memory_kind``, but no mesh.
+        AxisNamesError: ``axes`` do not fit the arrays, or nothing matches and ``unmatched="error"``.
         MeshAxisNotFoundError: A leaf's axis is mapped to a mesh axis that the mesh lacks.
         MeshAxisConflictError: Two axes of one leaf are mapped to one mesh axis.
         IndivisibleAxisError: A leaf's axis does not divide and the mapping's policy is ``"error"``.
@@ -161,7 +175,8 @@ def init(
     """
     started = time.perf_counter()
     request = Request.of(fn, args, kwargs)
-    found, where = _mapping_and_mesh("init", request, mapping, mesh, memory_kind)
+    found, where = _mapping_and_mesh("init", request, resolve_mapping(mapping, axes), mesh, memory_kind)
+    found = None if found is None else with_policy(found, None, unmatched)
     extra: Callable[[], dict[str, Any]] = dict
     if any(isinstance(x, Tracer) for x in request.arrays) or not compat.nothing_traced() or jax.config.jax_disable_jit:
         tree = _traced(request, found, where, memory_kind)

@@ -22,7 +22,7 @@ from namedshard._jit.signature import held_values, number_types, static_key
 from namedshard._plan.leaves import is_array_like, named_leaves
 from namedshard._plan.mapping import AxisMapping, current_mapping, plain_spec
 from namedshard._plan.mesh import MeshLike, context_mesh
-from namedshard._plan.plan import output_places, plan_leaves
+from namedshard._plan.plan import check_unmatched, output_places, plan_leaves
 from namedshard._types import PyTreeDef, Tracer
 
 _KEYED_BYTES = 4096
@@ -227,7 +227,10 @@ def _plan(
     """Sets where each output goes; so far that's a memory kind, or nowhere in particular."""
     tree = jax.tree_util.tree_unflatten(traced.treedef, [output.value for output in traced.outputs])
     own = [None if output.slot is None or not own_specs else own_specs[output.slot] for output in traced.outputs]
-    leaves, places = named_leaves(tree), _places(request, mapping, mesh, tree, own)
+    leaves, places = named_leaves(tree, mapping, results=True), _places(request, mapping, mesh, tree, own)
+    # What is made of sharded arrays, such as an optimizer's states, follows them.
+    if mapping is not None and not any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in request.arrays):
+        check_unmatched("init", leaves, mapping)
     for output, leaf, (sharding, named) in zip(traced.outputs, leaves, places, strict=True):
         output.path = leaf.path
         output.named = named
@@ -245,7 +248,7 @@ def _places(
 ) -> list[tuple[NamedSharding | None, bool]]:
     """Where each leaf of a result (or of a part of it) goes, and whether its names say so."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    leaves = named_leaves(tree)
+    leaves = named_leaves(tree, mapping, results=True)
     by_name: list[NamedSharding | None] = [None] * len(paths)
     if mesh is not None:
         given, treedef = mapping or AxisMapping(), jax.tree_util.tree_structure(tree)

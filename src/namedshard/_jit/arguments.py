@@ -101,6 +101,11 @@ def leaves_under(name: str, tree: Any) -> list[Leaf]:
     return [dataclasses.replace(leaf, path=join(leaf.path)) for leaf in named_leaves(tree)]
 
 
+def argument_name(path: str) -> str:
+    """The name of the argument that a leaf path starts with."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
 class ArgumentPlan(NamedTuple):
     """Where to put one array argument before a call (None: it may stay), and how it differs from what is needed."""
 
@@ -112,20 +117,23 @@ _STAYS = ArgumentPlan()
 
 
 def plan_arguments(
-    arrays: Sequence[Leaf], in_mapping: AxisMapping | None, mapping: AxisMapping | None, mesh: MeshLike | None
+    arrays: Sequence[Leaf],
+    required: Sequence[AxisMapping | None],
+    mapping: AxisMapping | None,
+    mesh: MeshLike | None,
 ) -> list[ArgumentPlan]:
     """For each array argument, what must happen before the call.
 
-    With ``in_mapping`` each named leaf must have the sharding that it gives; otherwise committed arrays must be on the
-    context mesh, in whatever spec. Host and uncommitted arrays are placed: by ``in_mapping``, else by ``mapping``.
+    A named leaf must have the sharding that the mapping ``required`` of it gives; without one, a committed array must
+    be on the context mesh, in whatever spec. Host and uncommitted arrays are placed: by ``required``, else ``mapping``.
     """
     if mesh is None:
         return _plan_without_mesh(arrays)
-    if in_mapping is None and all(_is_on(leaf.value, mesh) for leaf in arrays):
+    if all(m is None for m in required) and all(_is_on(leaf.value, mesh) for leaf in arrays):
         return [_STAYS] * len(arrays)
-    specs = _specs_of(arrays, in_mapping, mapping, mesh)
-    explicit = in_mapping is not None
-    return [_plan_argument(leaf, spec, explicit, mesh) for leaf, spec in zip(arrays, specs, strict=True)]
+    specs = _specs_of(arrays, required, mapping, mesh)
+    planned = zip(arrays, specs, required, strict=True)
+    return [_plan_argument(leaf, spec, wanted is not None, mesh) for leaf, spec, wanted in planned]
 
 
 def _is_on(x: Any, mesh: MeshLike) -> bool:
@@ -134,19 +142,25 @@ def _is_on(x: Any, mesh: MeshLike) -> bool:
 
 
 def _specs_of(
-    arrays: Sequence[Leaf], in_mapping: AxisMapping | None, mapping: AxisMapping | None, mesh: MeshLike
+    arrays: Sequence[Leaf], required: Sequence[AxisMapping | None], mapping: AxisMapping | None, mesh: MeshLike
 ) -> list[PartitionSpec | None]:
-    wanted = in_mapping if in_mapping is not None else mapping
-    if wanted is not None:
-        structure = jax.tree_util.tree_structure([0] * len(arrays))
+    specs: list[PartitionSpec | None] = [None] * len(arrays)
+    for wanted in dict.fromkeys(required):
+        members = [i for i, m in enumerate(required) if m == wanted]
+        using = mapping if wanted is None else wanted
+        if using is None:
+            continue
+        leaves, structure = [arrays[i] for i in members], jax.tree_util.tree_structure([0] * len(members))
         try:
-            plan = plan_leaves(arrays, structure, wanted, mesh, memory_kind=None, manual=manual_axes())
-            return [planned.spec for planned in plan.leaves]
+            plan = plan_leaves(leaves, structure, using, mesh, memory_kind=None, manual=manual_axes())
         except PlanError:
             # The compute mapping need not fit the arguments: only in_axis_resources is about them.
-            if in_mapping is not None:
+            if wanted is not None:
                 raise
-    return [None] * len(arrays)
+            continue
+        for i, planned in zip(members, plan.leaves, strict=True):
+            specs[i] = planned.spec
+    return specs
 
 
 def _plan_argument(leaf: Leaf, spec: PartitionSpec | None, explicit: bool, mesh: MeshLike) -> ArgumentPlan:
@@ -166,6 +180,9 @@ def _plan_argument(leaf: Leaf, spec: PartitionSpec | None, explicit: bool, mesh:
         return ArgumentPlan(want or NamedSharding(mesh, PartitionSpec(), memory_kind=kind))
     place = want or _same_spec(x, mesh)
     mismatch = compare(leaf.path, x, want if explicit else None, mesh, place)
+    if mismatch is not None and want is not None and x.sharding == NamedSharding(mesh, PartitionSpec()):
+        # So JAX makes every array under jax.set_mesh: nobody chose it.
+        return ArgumentPlan(want)
     return _STAYS if mismatch is None else ArgumentPlan(place, mismatch)
 
 
@@ -280,20 +297,21 @@ def mismatch_text(
     name: str,
     arrays: Sequence[Leaf],
     plans: Sequence[ArgumentPlan],
-    mappings: tuple[AxisMapping | None, AxisMapping | None],
+    given: Sequence[AxisMapping | None],
+    mapping: AxisMapping | None,
     mesh: MeshLike | None,
 ) -> str:
     """The message for all mismatching arguments of a call, with the calls that place them, to be copied.
 
-    ``mappings`` are the one that the function was given, which a fix spells out, and the one that is used.
+    A fix spells out the mapping ``given`` to the function for an argument; the one in force it needn't.
     """
-    mapping_text = _mapping_in_fix(*mappings)
     fixes: dict[str, None] = {}
     puts: dict[tuple[str, NamedSharding], list[str]] = {}
-    for leaf, plan in zip(arrays, plans, strict=True):
+    for leaf, plan, own in zip(arrays, plans, given, strict=True):
         if plan.mismatch is None:
             continue
-        root = re.split(r"[.\[]", leaf.path, maxsplit=1)[0]
+        root = argument_name(leaf.path)
+        mapping_text = _mapping_in_fix(own if own is None else own.for_names(leaf.names or ()), mapping)
         if leaf.names is not None and mapping_text is not None:
             fixes[f"{root} = ns.shard({root}{mapping_text})"] = None
         elif plan.place is not None:
@@ -317,7 +335,8 @@ def _mapping_in_fix(given: AxisMapping | None, mapping: AxisMapping | None) -> s
         f"{axis!r}: {f'ns.{rule!r}' if isinstance(rule, First) else repr(rule)}" for axis, rule in given.rules.items()
     )
     policy = "" if given.indivisible == "error" else f", indivisible={given.indivisible!r}"
-    return f", {{{rules}}}{policy}"
+    names = f", axes={given.axes!r}" if given.axes_items else ""
+    return f", {{{rules}}}{policy}{names}"
 
 
 def _put_text(root: str, paths: Sequence[str], want: NamedSharding) -> str:

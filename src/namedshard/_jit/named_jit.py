@@ -5,15 +5,23 @@ checks happen when a signature is new.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
 
 import jax
 from jax.sharding import AbstractMesh
 
 from namedshard import _jaxcompat as compat
-from namedshard._errors import MismatchError, NoMeshError, human_bytes
-from namedshard._jit.arguments import ArgumentPlan, Arguments, argument_leaves, holder_of, mismatch_text, plan_arguments
+from namedshard._errors import MappingError, MismatchError, NoMeshError, did_you_mean, human_bytes
+from namedshard._jit.arguments import (
+    ArgumentPlan,
+    Arguments,
+    argument_leaves,
+    argument_name,
+    holder_of,
+    mismatch_text,
+    plan_arguments,
+)
 from namedshard._jit.donation import check_donatable, check_not_deleted, check_shared, donation_mask, is_concrete
 from namedshard._jit.program import Counts, Program
 from namedshard._jit.signature import (
@@ -35,19 +43,34 @@ from namedshard._jit.store import (
     store_of_structure,
 )
 from namedshard._place.shard import place_leaves
-from namedshard._plan.leaves import Leaf
-from namedshard._plan.mapping import AxisMapping, MappingLike, current_mapping, thread_hint
+from namedshard._plan.leaves import Leaf, with_names
+from namedshard._plan.mapping import AxisMapping, FsdpMapping, MappingLike, Unmatched, thread_hint, with_context_names
 from namedshard._plan.mesh import MeshLike, context_mesh, describe, require_attached
+from namedshard._plan.names import AxesLike, check_axes
+from namedshard._plan.plan import check_unmatched
 from namedshard._processes.coordination import EXCHANGE_FAILURE, refuse_compiled
 from namedshard._types import PyTree, PyTreeDef, Tracer
 
 _NOT_TAKEN = ("in_shardings", "out_shardings", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
 
-class NamedJit:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@runtime_checkable
+class Decorator(Protocol):
+    """What turns a function into a compiled one with the same signature."""
+
+    def __call__(self, fn: Callable[P, R], /) -> "NamedJit[P, R]":
+        """The compiled function."""
+        ...
+
+
+class NamedJit(Generic[P, R]):
     """A compiled function of named arrays; made by `named_jit`."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options):
+    def __init__(self, fn: Callable[P, R], options: Options):
         # Not its attributes: those of a module would hide this object's own.
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
@@ -73,7 +96,7 @@ class NamedJit:
     def __repr__(self) -> str:
         return f"named_jit({self._name})"
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the compiled function; traces and compiles when the signature is new."""
         store = self._store
         if EXCHANGE_FAILURE:
@@ -105,8 +128,7 @@ class NamedJit:
         """What to do for these arguments, and their leaves."""
         store = self._store
         leaves, treedef = jax.tree_util.tree_flatten((*self._prefix, args, kwargs))
-        given = self._options.axis_resources
-        mapping = current_mapping() if given is None else given
+        mapping = self._options.mapping()
         context = compat.trace_key()
         seen, call = self._last
         now, same = None, False
@@ -151,13 +173,14 @@ class NamedJit:
             call = store.calls.get(key)
             if call is not None and call.held is not None and not differing_numbers(treedef, call.held):
                 return call
-        arguments = Arguments(treedef, argument_leaves(self._fn, self._prefix, args, kwargs))
+        arguments = Arguments(treedef, self._named_arguments(args, kwargs, mapping))
         check_hashable(self._name, key, arguments.leaves)
         with store.lock:
             mesh = context_mesh()
             self._require_mesh(mapping, mesh)
-            plans = plan_arguments(arguments.arrays, options.in_axis_resources, mapping, mesh)
-            plans = self._check_mismatches(arguments.arrays, plans, mapping, mesh)
+            required = self._required(arguments.arrays, mapping)
+            plans = plan_arguments(arguments.arrays, required, mapping, mesh)
+            plans = self._check_mismatches(arguments.arrays, plans, required, mapping, mesh)
             # Several signatures can lead to one trace: it ignores what is committed, for example.
             places = [p.place for p in plans]
             full_key = (key[0], held and held.numbers, program_key(arguments, places), *key[2:])
@@ -165,7 +188,9 @@ class NamedJit:
             if program is None or (program.held is not None and differing_numbers(treedef, program.held)):
                 donated = donation_mask(self._name, self._fn, options, args, kwargs)
                 donated = [False] * (len(arguments.leaves) - len(donated)) + donated
-                out_mapping = options.out_axis_resources if options.out_axis_resources is not None else mapping
+                out_mapping = (
+                    mapping if options.out_axis_resources is None else self._named(options.out_axis_resources, mapping)
+                )
                 program = Program(self._function, arguments, donated, (mapping, out_mapping), mesh, held)
                 store.programs[full_key] = program
             call = CallPlan(
@@ -180,10 +205,42 @@ class NamedJit:
             store.calls.remove(key)
             return store.calls.put(key, call)
 
+    def _named(self, given: AxisMapping, mapping: AxisMapping | None) -> AxisMapping:
+        """A mapping given to the function, with all names by leaf path."""
+        return with_context_names(given, self._options.axes if mapping is None else mapping.axes_items)
+
+    def _named_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], mapping: AxisMapping | None
+    ) -> list[Leaf]:
+        """The argument leaves, with their names by path."""
+        leaves = argument_leaves(self._fn, self._prefix, args, kwargs)
+        given = self._options.in_axis_resources
+        if isinstance(given, AxisMapping):
+            mapping = self._named(given, mapping)
+        return with_names(leaves, self._options.axes if mapping is None else mapping.axes_items)
+
+    def _required(self, arrays: Sequence[Leaf], mapping: AxisMapping | None) -> list[AxisMapping | None]:
+        """What each array argument must be sharded by, if anything says so."""
+        given = self._options.in_axis_resources
+        if not isinstance(given, tuple):
+            if isinstance(given, FsdpMapping) and not any(isinstance(leaf.value, Tracer) for leaf in arrays):
+                check_unmatched(self._name, arrays, self._named(given, mapping))
+            return [given] * len(arrays)
+        by_name = dict(given)
+        names = list(dict.fromkeys(argument_name(leaf.path) for leaf in arrays))
+        if unknown := [name for name in by_name if name not in names]:
+            raise MappingError(
+                f"{self._name}: in_axis_resources names {', '.join(unknown)}, but the arguments with arrays are"
+                f" {', '.join(names)}{did_you_mean(unknown[0], names)}",
+                fix="use the names of the function's parameters",
+            )
+        return [by_name.get(argument_name(leaf.path)) for leaf in arrays]
+
     def _check_mismatches(
         self,
         arrays: Sequence[Leaf],
         plans: Sequence[ArgumentPlan],
+        required: Sequence[AxisMapping | None],
         mapping: AxisMapping | None,
         mesh: MeshLike | None,
     ) -> Sequence[ArgumentPlan]:
@@ -194,8 +251,8 @@ class NamedJit:
         if not mismatching or (policy == "reshard" and all(p.place is not None for p in mismatching)):
             return plans
         options = self._options
-        given = options.axis_resources if options.in_axis_resources is None else options.in_axis_resources
-        text = mismatch_text(self._name, arrays, plans, (given, mapping), mesh)
+        given = [options.axis_resources] * len(arrays) if options.in_axis_resources is None else required
+        text = mismatch_text(self._name, arrays, plans, given, mapping, mesh)
         if policy != "warn":
             raise MismatchError(text)
         self._function.warn(text)
@@ -278,7 +335,7 @@ class NamedJit:
         program.check_places(out)
         return out
 
-    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Lower for arguments (arrays or ``jax.ShapeDtypeStruct``s), as ``jax.jit(...).lower`` does.
 
         Returns:
@@ -333,7 +390,7 @@ class NamedJit:
 class _BoundNamedJit:
     """A `NamedJit` used as a method, with its instance; a tree, so that the instance's arrays are seen."""
 
-    def __init__(self, jitted: NamedJit, instance: Any):
+    def __init__(self, jitted: NamedJit[..., Any], instance: Any):
         self.__func__ = self.__wrapped__ = jitted
         self.__self__ = instance
         self.report = jitted.report
@@ -360,16 +417,17 @@ jax.tree_util.register_pytree_node(
 
 @overload
 def named_jit(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     axis_resources: MappingLike | None = None,
     *,
-    in_axis_resources: MappingLike | None = None,
+    in_axis_resources: MappingLike | Mapping[str, MappingLike] | None = None,
     out_axis_resources: MappingLike | None = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
     on_mismatch: OnMismatch = "error",
+    axes: AxesLike | None = None,
     **jit_kwargs: Any,
-) -> NamedJit: ...
+) -> NamedJit[P, R]: ...
 
 
 @overload
@@ -377,26 +435,28 @@ def named_jit(
     fn: None = None,
     axis_resources: MappingLike | None = None,
     *,
-    in_axis_resources: MappingLike | None = None,
+    in_axis_resources: MappingLike | Mapping[str, MappingLike] | None = None,
     out_axis_resources: MappingLike | None = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
     on_mismatch: OnMismatch = "error",
+    axes: AxesLike | None = None,
     **jit_kwargs: Any,
-) -> Callable[[Callable[..., Any]], NamedJit]: ...
+) -> Decorator: ...
 
 
 def named_jit(
     fn: Callable[..., Any] | None = None,
     axis_resources: MappingLike | None = None,
     *,
-    in_axis_resources: MappingLike | None = None,
+    in_axis_resources: MappingLike | Mapping[str, MappingLike] | None = None,
     out_axis_resources: MappingLike | None = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
     on_mismatch: OnMismatch = "error",
+    axes: AxesLike | None = None,
     **jit_kwargs: Any,
-) -> NamedJit | Callable[[Callable[..., Any]], NamedJit]:
+) -> NamedJit[..., Any] | Decorator:
     """Compile a function of named arrays, with Haliax's signature; a decorator or a call.
 
     Arrays (JAX's, numpy's and numpy scalars) are traced; every other leaf is static and keyed with its type, so that
@@ -410,9 +470,10 @@ def named_jit(
     Args:
         fn: The function; None to use this as a decorator.
         axis_resources: The mapping in force inside the function; the context's at the call by default.
-        in_axis_resources: What each named argument must be sharded by; by default an argument may have any spec, but
-            must be on the context mesh. Host arrays and uncommitted ones are placed by this mapping, else by
-            ``axis_resources``.
+        in_axis_resources: What each named argument must be sharded by, or argument name to such a mapping,
+            ``{"x": {"batch": "data"}}``. By default an argument may have any spec, but must be on the context mesh.
+            Host arrays, uncommitted ones, and those that JAX made replicated over that mesh are placed by this mapping;
+            the first two else by ``axis_resources``.
         out_axis_resources: How named results are sharded; ``axis_resources`` by default. Plain results come out like
             the argument that they replace: of their type, and the only one (or the only donated one) that they are
             computed from element by element. Others are left to the compiler.
@@ -421,6 +482,8 @@ def named_jit(
         donate_kwargs: The same by name, however the argument is passed; True for all that are passed by keyword.
         on_mismatch: ``"error"``; ``"reshard"`` moves just the arguments that do not fit, in one batch, and warns at the
             third call in a row that moves the same ones; ``"warn"`` goes on with JAX's own behaviour.
+        axes: Names for arrays that carry none, by leaf path, which starts with the argument's name; in results, by the
+            path in the result. See `AxisMapping`.
         **jit_kwargs: For ``jax.jit``: ``keep_unused``, ``inline``, ``compiler_options``, ...
 
     Returns:
@@ -453,54 +516,96 @@ def named_jit(
             )
     if on_mismatch not in ("error", "reshard", "warn"):
         raise TypeError(f"on_mismatch={on_mismatch!r}: use 'error', 'reshard' or 'warn'")
-    given = (axis_resources, in_axis_resources, out_axis_resources)
-    mapping, in_mapping, out_mapping = (None if m is None else AxisMapping(m) for m in given)
     options = Options(
-        mapping,
-        in_mapping,
-        out_mapping,
+        None if axis_resources is None else _as_mapping(axis_resources),
+        _argument_mappings(in_axis_resources),
+        None if out_axis_resources is None else _as_mapping(out_axis_resources),
         # In hashable forms, so that wrappings with equal specs share their programs.
         tuple(donate_args) if isinstance(donate_args, list) else donate_args,
         tuple(sorted(donate_kwargs.items())) if isinstance(donate_kwargs, dict) else donate_kwargs,
         on_mismatch,
         tuple(sorted(jit_kwargs.items())),
+        check_axes(axes),
     )
     return functools.partial(NamedJit, options=options) if fn is None else NamedJit(fn, options)
 
 
-@overload
-def fsdp(fn: Callable[..., Any], parameter_mapping: MappingLike, compute_mapping: MappingLike) -> NamedJit: ...
+def _as_mapping(mapping: MappingLike) -> AxisMapping:
+    return mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
+
+
+def _argument_mappings(given: Any) -> AxisMapping | tuple[tuple[str, AxisMapping], ...] | None:
+    """One mapping for all arguments, or each argument's own."""
+    if given is None or isinstance(given, AxisMapping) or not isinstance(given, Mapping):
+        return None if given is None else _as_mapping(given)
+    by_name = cast("dict[str, Any]", given)
+    if not any(isinstance(m, Mapping) for m in by_name.values()):
+        return AxisMapping(by_name)
+    return tuple((name, _as_mapping(mapping)) for name, mapping in by_name.items())
 
 
 @overload
 def fsdp(
-    fn: None = None, *, parameter_mapping: MappingLike, compute_mapping: MappingLike
-) -> Callable[[Callable[..., Any]], NamedJit]: ...
+    fn: Callable[P, R],
+    parameter_mapping: MappingLike,
+    compute_mapping: MappingLike,
+    *,
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
+) -> NamedJit[P, R]: ...
 
 
 @overload
-def fsdp(fn: MappingLike, parameter_mapping: MappingLike) -> Callable[[Callable[..., Any]], NamedJit]: ...
+def fsdp(
+    fn: None = None,
+    *,
+    parameter_mapping: MappingLike,
+    compute_mapping: MappingLike,
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
+) -> Decorator: ...
+
+
+@overload
+def fsdp(
+    fn: MappingLike,
+    parameter_mapping: MappingLike,
+    *,
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
+) -> Decorator: ...
 
 
 def fsdp(
-    fn: Any = None, parameter_mapping: Any = None, compute_mapping: Any = None
-) -> NamedJit | Callable[[Callable[..., Any]], NamedJit]:
+    fn: Any = None,
+    parameter_mapping: Any = None,
+    compute_mapping: Any = None,
+    *,
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
+) -> NamedJit[..., Any] | Decorator:
     """Compile a step whose arguments and results are sharded one way and whose computation another.
 
     The pattern of fully sharded data parallelism (Rajbhandari et al., "ZeRO", 2020): parameters rest sharded over the
-    data axis and are gathered where they are used. The same as ``named_jit`` with ``in_axis_resources`` and
-    ``out_axis_resources`` the parameter mapping and ``axis_resources`` the compute mapping.
+    data axis and are gathered where they are used. It is `named_jit` with the compute mapping as ``axis_resources``.
+    Arguments and results are sharded by the parameter mapping; those with a batch axis by the compute mapping: an axis
+    that only the latter places, over mesh axes that parameters are split over, or in an array without a parameter's
+    axes.
 
     Args:
         fn: The function; leave it out to use this as a decorator: ``@fsdp(parameter_mapping, compute_mapping)``.
-        parameter_mapping: For arguments and results.
-        compute_mapping: In force inside the function.
+        parameter_mapping: For parameters, gradients and optimizer states.
+        compute_mapping: In force inside the function, and for the batch.
+        axes: Names for arrays that carry none, by leaf path; see `named_jit`.
+        unmatched: What to do where no argument has names: ``"warn"``, once, ``"error"`` or ``"ignore"``.
 
     Returns:
         The compiled function, or a decorator.
 
     Raises:
         TypeError: A mapping is missing.
+        AxisNamesError: (At a call.) ``axes`` do not fit the arrays, or no argument has names and
+            ``unmatched="error"``.
 
     Examples:
         >>> import haliax as hax, jax, jax.numpy as jnp, namedshard as ns
@@ -514,4 +619,6 @@ def fsdp(
         fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping
     if parameter_mapping is None or compute_mapping is None:
         raise TypeError("fsdp needs a parameter_mapping and a compute_mapping")
-    return named_jit(fn, compute_mapping, in_axis_resources=parameter_mapping, out_axis_resources=parameter_mapping)
+    compute = _as_mapping(compute_mapping)
+    places = FsdpMapping(AxisMapping(parameter_mapping, unmatched=unmatched), compute)
+    return named_jit(fn, compute, in_axis_resources=places, out_axis_resources=places, axes=axes)

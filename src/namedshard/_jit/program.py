@@ -183,7 +183,15 @@ class Program:
         with self._one_thread():
             if self._jaxpr is not None:
                 return
-            jaxpr = jax.jit(self._flat).trace(*values).jaxpr
+            try:
+                jaxpr = jax.jit(self._flat).trace(*values).jaxpr
+            except compat.ShardingTypeError as error:
+                error.add_note(
+                    f"{self.name} is traced on a mesh with Explicit axes, on which JAX asks for the sharding of results"
+                    " that it can't derive: give out_sharding=, for which ns.pspec_for makes specs, or use a mesh of"
+                    " Auto axes, jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))"
+                )
+                raise
             get = self._function.get
             check_closed_over(self.name, get and get(), jaxpr.consts)
             warning = check_transfers(self.name, jaxpr.jaxpr, values, self.mesh)
@@ -330,14 +338,14 @@ class Program:
         return flat
 
     def _output_places(self, tree: PyTree) -> list[NamedSharding | None]:
-        leaves, treedef = named_leaves(tree), jax.tree_util.tree_structure(tree)
+        leaves, treedef = named_leaves(tree, self._out_mapping, results=True), jax.tree_util.tree_structure(tree)
         asked = _asked(leaves, treedef, self._out_mapping)
         return [asked.get(i) for i in range(len(leaves))]
 
     def _place_outputs(self, out: Any) -> tuple[Any, ...]:
         """Constrain the outputs, and note their structure and what was asked of them."""
         leaves, treedef = jax.tree_util.tree_flatten(out)
-        walked = named_leaves(out)
+        walked = named_leaves(out, self._out_mapping, results=True)
         asked = _asked(walked, treedef, self._out_mapping)
         leaves, by_jit = self._constrain([leaf.path for leaf in walked], leaves, asked)
         arrays = {

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from namedshard._cache import BoundedCache
 from namedshard._jit.program import WRAPPED, Function, Program
 from namedshard._jit.signature import Held
-from namedshard._plan.mapping import AxisMapping
+from namedshard._plan.mapping import AxisMapping, current_mapping, with_context_names
+from namedshard._plan.names import Axes
 
 MAX_CALLS = 1024
 
@@ -49,12 +50,22 @@ class Options:
     """The options of `named_jit`."""
 
     axis_resources: AxisMapping | None
-    in_axis_resources: AxisMapping | None
+    # Or (name of an argument, its mapping)s.
+    in_axis_resources: AxisMapping | tuple[tuple[str, AxisMapping], ...] | None
     out_axis_resources: AxisMapping | None
     donate_args: Any
     donate_kwargs: Any
     on_mismatch: OnMismatch
     jit_kwargs: tuple[tuple[str, Any], ...]
+    axes: Axes = ()
+
+    def mapping(self) -> AxisMapping | None:
+        """The mapping in force inside the function, with all names by leaf path. On the hot path of every call."""
+        current, given = current_mapping(), self.axis_resources
+        found = current if given is None else given
+        if found is None or not (self.axes or (current is not None and current.axes_items)):
+            return found
+        return with_context_names(found, self.axes)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

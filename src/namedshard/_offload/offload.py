@@ -5,11 +5,10 @@ import functools
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._errors import MemoryKindError, OffloadError, count_of, deleted_arrays
@@ -163,7 +162,10 @@ def _moved(leaves: Sequence[Leaf], chosen: Sequence[int], memory_kind: str) -> l
     return values
 
 
-def offload(tree: PyTree, where: Where = ".*", memory_kind: str = "pinned_host", *, min_size: int = 0) -> PyTree:
+T = TypeVar("T")
+
+
+def offload(tree: T, where: Where = ".*", memory_kind: str = "pinned_host", *, min_size: int = 0) -> T:
     """Put chosen leaves of a tree into host memory; shards, values and the tree's structure stay as they are.
 
     Works eagerly and in compiled code. One array object in two places of the tree stays one. Numpy arrays and

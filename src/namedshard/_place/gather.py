@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from namedshard._processes.coordination import guard_exchange
 from namedshard._types import Device, Tracer
 
 UNCOMMITTED = "uncommitted"
+
+T = TypeVar("T")
 _BINARY = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS = {**_BINARY, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -109,7 +111,7 @@ def _gather(leaves: Sequence[Leaf], process: int | None, budget: int, what: str)
     return out
 
 
-def to_host(tree: PyTree, *, process: int | None = None, budget: int | str = "1GiB") -> PyTree:
+def to_host(tree: T, *, process: int | None = None, budget: int | str = "1GiB") -> T:
     """Bring every JAX array of a tree to the host as numpy, whole, on every process or on one.
 
     A collective: every process must make the same call. Pieces travel straight from the devices that hold them to the

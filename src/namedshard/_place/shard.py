@@ -5,11 +5,10 @@ A tree is planned and checked whole before the first byte moves, and work is bat
 
 import collections
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jaxtyping import PyTree
 
 from namedshard import _jaxcompat as compat
 from namedshard._cache import BoundedCache
@@ -27,7 +26,7 @@ from namedshard._place.route import (
 )
 from namedshard._place.traced import check_mixed, check_traced_kind
 from namedshard._plan.leaves import named_leaves
-from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping, thread_hint
+from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, Unmatched, resolve_mapping, thread_hint
 from namedshard._plan.mesh import (
     MeshLike,
     context_mesh,
@@ -38,8 +37,11 @@ from namedshard._plan.mesh import (
     require_attached,
     require_mesh,
 )
-from namedshard._plan.plan import Plan, plan_leaves, with_policy
+from namedshard._plan.names import AxesLike
+from namedshard._plan.plan import Plan, check_unmatched, plan_leaves, with_policy
 from namedshard._types import Device, Tracer
+
+T = TypeVar("T")
 
 
 class _CachedPlan:
@@ -72,15 +74,18 @@ def _signature(leaf: Any) -> Hashable:
     return (tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
 
 
-def shard(
-    tree: PyTree,
+def shard(  # noqa: PLR0913 - options of the public call
+    tree: T,
     mapping: MappingLike | None = None,
     mesh: MeshLike | None = None,
     *,
     memory_kind: str | None = None,
     donate: bool = False,
     indivisible: Policy | None = None,
-) -> PyTree:
+    axes: AxesLike | None = None,
+    unmatched: Unmatched | None = None,
+    check_replicas: bool = True,
+) -> T:
     """Put every named array of a tree where the mapping wants it, by the route that works.
 
     The whole tree is planned and checked before the first byte moves. It works eagerly and under ``jit``, ``grad``,
@@ -89,25 +94,34 @@ def shard(
     of the tree stays one array; the result is committed.
 
     Args:
-        tree: Any pytree. `haliax.NamedArray`s, and fields of Equinox modules declared with ``axis_names`` metadata, are
-            placed; ``jax.ShapeDtypeStruct``s among them are annotated with their sharding; all else is left as it is.
+        tree: Any pytree. `haliax.NamedArray`s, fields of Equinox modules declared with ``axis_names`` metadata, and
+            arrays that ``axes`` name are placed; ``jax.ShapeDtypeStruct``s among them are annotated with their
+            sharding; all else is left as it is.
         mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default. With none anywhere the tree is
             returned as it is, with one warning.
         mesh: A ``jax.sharding.Mesh``; the context's by default. While tracing, an ``AbstractMesh`` will do.
         memory_kind: ``"device"``, ``"pinned_host"``, ...; None keeps the kind each array has.
         donate: Give up the source arrays that have to move.
         indivisible: Overrides the mapping's policy for axes that do not divide: ``"error"`` or ``"replicate"``.
+        axes: Names for arrays that carry none: by leaf path, ``{"layers.*.weight": "mlp embed"}``, or of a single
+            array, ``"batch ... embed"``; see `AxisMapping`.
+        unmatched: Overrides what the mapping says of arrays without names and rules without axes: ``"warn"``, once,
+            ``"error"`` or ``"ignore"``. Traced arrays are never warned of.
+        check_replicas: In a job of several processes, compare the copies of replicated arrays before they are split, as
+            host values are: under ``jax.set_mesh`` JAX calls arrays replicated that each process made of its own.
 
     Returns:
         The tree with its arrays in place.
 
     Raises:
         NoMeshError: There is a mapping, but no mesh given and none in the context.
+        AxisNamesError: ``axes`` do not fit the arrays, or nothing matches and the policy is ``"error"``.
         MeshAxisNotFoundError: A leaf's axis is mapped to a mesh axis that the mesh lacks.
         MeshAxisConflictError: Two axes of one leaf are mapped to one mesh axis.
         IndivisibleAxisError: A leaf's axis does not divide and the policy is ``"error"``.
         NoCandidateError: No candidate of a `first` rule fits a leaf.
         MemoryKindError: The mesh's devices do not offer the memory kind.
+        HostValueError: A host value, or a replicated array, is not the same on each process.
         DeletedArrayError: A leaf was donated or deleted before.
         UnsupportedArrayError: A leaf is a numpy masked array, or still to be summed with other processes.
         NarrowingError: A 64-bit integer on the host does not fit the 32 bits that JAX would keep.
@@ -121,14 +135,14 @@ def shard(
         >>> tuple(x.array.sharding.spec)
         ('data',)
     """
-    found = resolve_mapping(mapping)
+    found = resolve_mapping(mapping, axes)
     if found is None:
         if not any(leaf.own is not None for leaf in named_leaves(tree)):
             text = "shard: no axis mapping was given and none is in force; the tree is returned as it is"
             warn_once(text + thread_hint(), RuntimeWarning)
             return tree
         found = AxisMapping()
-    found = with_policy(found, indivisible)
+    found = with_policy(found, indivisible, unmatched)
     where = require_mesh(mesh, "shard")
     if memory_kind is not None and isinstance(where, Mesh):
         check_memory_kind(where, memory_kind)
@@ -142,13 +156,16 @@ def shard(
     key = (treedef, tuple(types), found, where, memory_kind, manual)
     cached = _plans.get(key)
     if cached is None:
-        planned = plan_leaves(named_leaves(tree), treedef, found, where, memory_kind=memory_kind, manual=manual)
+        named = named_leaves(tree, found)
+        if untraced and not any(isinstance(x, Tracer) for x in leaves):
+            check_unmatched("shard", named, found)
+        planned = plan_leaves(named, treedef, found, where, memory_kind=memory_kind, manual=manual)
         cached = _plans.put(key, _CachedPlan(planned))
     # The lists hold the same objects in most calls, which Python compares first.
     known = have == cached.in_place and False not in committed and not compat.any_deleted(leaves)
     if untraced and (known or _all_in_place(cached, leaves, memory_kind)):
         return tree
-    placed = _execute(cached, leaves, memory_kind, donate, manual)
+    placed = _execute(cached, leaves, memory_kind, donate, manual, check_replicas)
     return jax.tree_util.tree_unflatten(treedef, placed)
 
 
@@ -178,7 +195,12 @@ def _all_in_place(cached: _CachedPlan, leaves: Sequence[Any], memory_kind: str |
 
 
 def _execute(
-    cached: _CachedPlan, leaves: Sequence[Any], memory_kind: str | None, donate: bool, manual: frozenset[str]
+    cached: _CachedPlan,
+    leaves: Sequence[Any],
+    memory_kind: str | None,
+    donate: bool,
+    manual: frozenset[str],
+    check_replicas: bool,
 ) -> list[Any]:
     staging = compat.staging()
     planned, mesh = cached.plan.leaves, cached.plan.mesh
@@ -202,17 +224,18 @@ def _execute(
     _check(work, len(leaves), mesh)
     kept = {id(x) for i, x in enumerate(leaves) if i not in by_leaf or by_leaf[i].route is Route.KEEP}
     shared = _donate_sources(work, kept) if donate else []
-    _run(work, manual)
+    _run(work, manual, check_replicas)
     for source in shared:
         source.delete()
     return [by_leaf[i].result if i in by_leaf else x for i, x in enumerate(leaves)]
 
 
 @compat.explicit_transfers()
-def _run(work: Sequence[Move], manual: frozenset[str]) -> None:
+def _run(work: Sequence[Move], manual: frozenset[str], check_replicas: bool = True) -> None:
     """Carry out moves, those that involve other processes first."""
     concrete = any(m.route not in (Route.ANNOTATE, Route.TRACED) for m in work)
-    local.run(collective.run(work) if concrete and jax.process_count() > 1 else work, manual=manual)
+    alone = collective.run(work, check_replicas) if concrete and jax.process_count() > 1 else work
+    local.run(alone, manual=manual)
 
 
 def _donate_sources(work: Sequence[Move], kept: set[int]) -> list[jax.Array]:
@@ -282,12 +305,13 @@ def _check_traced(traced: Sequence[Move], mesh: MeshLike, total: int) -> None:
     )
 
 
-def auto_sharded(tree: PyTree, mesh: MeshLike | None = None) -> PyTree:
+def auto_sharded(tree: T, mesh: MeshLike | None = None, *, axes: AxesLike | None = None) -> T:
     """`shard` by the mapping in force; with none in force, the tree as it is, without a warning.
 
     Args:
         tree: Any pytree; see `shard`.
         mesh: A mesh; the context's by default.
+        axes: Names for arrays that carry none; see `shard`.
 
     Returns:
         The tree with its arrays in place.
@@ -303,7 +327,7 @@ def auto_sharded(tree: PyTree, mesh: MeshLike | None = None) -> PyTree:
         True
     """
     mapping = resolve_mapping(None)
-    return tree if mapping is None else shard(tree, mapping, mesh)
+    return tree if mapping is None else shard(tree, mapping, mesh, axes=axes)
 
 
 def place_leaves(

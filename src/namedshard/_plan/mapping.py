@@ -6,20 +6,26 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import haliax.partitioning
 import jax
-from haliax import NamedArray
-from jax.sharding import PartitionSpec
+from haliax import Axis, NamedArray
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from namedshard._errors import MappingError
+from namedshard._plan.names import Axes, AxesLike, check_axes
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
 """What one named axis is split over: nothing, one mesh axis, or the product of several."""
 
 Policy: TypeAlias = Literal["error", "replicate"]
 """What to do with an axis that does not divide."""
+
+Unmatched: TypeAlias = Literal["warn", "error", "ignore"]
+"""What to do where arrays have no names, or a rule resembles an axis without matching one."""
+
+_POLICIES = get_args(Policy), get_args(Unmatched)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,10 @@ def first(*candidates: str | tuple[str, ...] | None) -> First:
     """
     if not candidates:
         raise MappingError("first() needs at least one candidate")
+    if any(isinstance(c, list) for c in candidates):
+        listed: list[Any] = [tuple(cast("list[str]", c)) if isinstance(c, list) else c for c in candidates]
+        inside = ", ".join(map(repr, listed[0] if len(listed) == 1 else listed))
+        raise MappingError("first() takes candidates one by one, not in a list", fix=f"write first({inside})")
     return First(tuple(_mesh_axes("first(...)", c) for c in candidates))
 
 
@@ -112,9 +122,17 @@ class AxisMapping(Mapping[str, Any]):
             `first`. Where axes of one array compete for a mesh axis, the order of this mapping decides.
         indivisible: ``"error"``, or ``"replicate"`` to leave an axis unsharded that does not divide (with a warning
             that lists the leaves). ``None`` keeps the policy of ``rules`` where that is an `AxisMapping`.
+        axes: Names for arrays that carry none, by leaf path: ``{"layers.*.weight": "mlp embed"}``. The first pattern
+            that matches counts. Parts of a path are joined by dots, and a pattern may start at any of them; ``*`` is
+            anything within a part, ``**`` any number of parts, ``re:`` starts a regular expression for the whole path.
+            Names are written as in einops: ``_`` for a dimension without a name, ``...`` for any number of them,
+            ``"(heads=12 head_size) embed"`` where a dimension is several axes, of which the first can be sharded.
+            They come before those of ``rules`` where that is an `AxisMapping`.
+        unmatched: What `shard`, `init` and `fsdp` do where arrays have no names, or a rule resembles an axis without
+            matching it: ``"warn"``, ``"error"`` or ``"ignore"``. ``None`` keeps that of ``rules``.
 
     Raises:
-        MappingError: A key is not a string, or a value is not a rule.
+        MappingError: A key is not a string, a value is not a rule, or names can't be read.
 
     Examples:
         >>> import namedshard as ns
@@ -123,24 +141,44 @@ class AxisMapping(Mapping[str, Any]):
         ('model', first('model', 'data', None))
     """
 
-    __slots__ = ("_hash", "_items", "_rules", "indivisible")
+    __slots__ = ("_hash", "_items", "_rules", "axes_items", "indivisible", "unmatched")
     indivisible: Policy
+    axes_items: Axes
+    unmatched: Unmatched
 
-    def __init__(self, rules: MappingLike | None = None, *, indivisible: Policy | None = None):
-        given = rules.rules if isinstance(rules, AxisMapping) else (rules or {})
-        if indivisible is None:
-            indivisible = rules.indivisible if isinstance(rules, AxisMapping) else "error"
-        if indivisible not in ("error", "replicate"):
-            raise MappingError(f"indivisible={indivisible!r}: use 'error' or 'replicate'")
+    def __init__(
+        self,
+        rules: MappingLike | None = None,
+        *,
+        indivisible: Policy | None = None,
+        axes: AxesLike | None = None,
+        unmatched: Unmatched | None = None,
+    ):
+        of = rules if isinstance(rules, AxisMapping) else None
+        policies = (
+            indivisible or (of.indivisible if of else "error"),
+            unmatched or (of.unmatched if of else "warn"),
+        )
+        for name, value, allowed in zip(("indivisible", "unmatched"), policies, _POLICIES, strict=True):
+            if value not in allowed:
+                raise MappingError(f"{name}={value!r}: use {' or '.join(map(repr, allowed))}")
         checked: dict[str, Rule] = {}
-        for name, value in given.items():
+        for name, value in _given_rules(rules).items():
             if not isinstance(name, str):
-                raise MappingError(f"mapping key {name!r} is not an axis name: use a string")
+                raise MappingError(f"mapping key {name!r} is not an axis name: use {_key_fix(name)}")
             checked[name] = value if isinstance(value, First) else _mesh_axes(f"axis {name!r}", value)
+        named = _merged(check_axes(axes), of.axes_items if of else ())
         object.__setattr__(self, "_rules", checked)
         object.__setattr__(self, "_items", tuple(checked.items()))
-        object.__setattr__(self, "indivisible", indivisible)
-        object.__setattr__(self, "_hash", hash((self._items, indivisible)))
+        object.__setattr__(self, "indivisible", policies[0])
+        object.__setattr__(self, "unmatched", policies[1])
+        object.__setattr__(self, "axes_items", named)
+        object.__setattr__(self, "_hash", hash((self._items, policies, named)))
+
+    @property
+    def axes(self) -> Mapping[str, str]:
+        """The names by pattern, in order."""
+        return dict(self.axes_items)
 
     @property
     def rules(self) -> Mapping[str, Rule]:
@@ -161,31 +199,78 @@ class AxisMapping(Mapping[str, Any]):
         return len(self._rules)
 
     def __or__(self, other: MappingLike) -> "AxisMapping":
-        """This mapping with the other's rules, which win; the other's policy wins if it is an `AxisMapping`."""
-        added = other if isinstance(other, AxisMapping) else AxisMapping(other, indivisible=self.indivisible)
-        return AxisMapping({**self._rules, **added._rules}, indivisible=added.indivisible)
+        """This mapping with the other's rules and names, which win; so do its policies if it is an `AxisMapping`."""
+        added = other if isinstance(other, AxisMapping) else AxisMapping(other, **self._policies())
+        rules = AxisMapping({**self._rules, **added._rules}, **added._policies())
+        return rules.named(_merged(added.axes_items, self.axes_items))
 
     def __ror__(self, other: MappingLike) -> "AxisMapping":
-        return AxisMapping(other, indivisible=self.indivisible) | self
+        return AxisMapping(other, **self._policies()) | self
+
+    def _policies(self) -> dict[str, Any]:
+        return {"indivisible": self.indivisible, "unmatched": self.unmatched}
+
+    def named(self, axes: Axes) -> "AxisMapping":
+        """This mapping with exactly these names."""
+        if axes == self.axes_items and type(self) is AxisMapping:
+            return self
+        return AxisMapping(self._rules, axes=dict(axes), **self._policies())
+
+    def for_names(self, names: Sequence[str]) -> "AxisMapping":
+        """The mapping for an array with these axes."""
+        return self
+
+    def _key(self) -> tuple[Any, ...]:
+        return self._items, self.indivisible, self.unmatched, self.axes_items
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if isinstance(other, AxisMapping):
-            return self._hash == other._hash and self._items == other._items and self.indivisible == other.indivisible
+            return self._hash == other._hash and self._key() == other._key()
         if isinstance(other, Mapping):
-            return self._rules == dict(cast("Mapping[str, Any]", other))
+            return not self.axes_items and self._rules == dict(cast("Mapping[str, Any]", other))
         return NotImplemented
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(AxisMapping, indivisible=self.indivisible), (dict(self._rules),)
+        return functools.partial(AxisMapping, axes=self.axes, **self._policies()), (dict(self._rules),)
 
     def __repr__(self) -> str:
-        policy = "" if self.indivisible == "error" else f", indivisible={self.indivisible!r}"
-        return f"AxisMapping({self._rules!r}{policy})"
+        shown = [repr(self._rules)]
+        shown += [f"axes={self.axes!r}"] if self.axes_items else []
+        shown += [f"indivisible={self.indivisible!r}"] if self.indivisible != "error" else []
+        shown += [f"unmatched={self.unmatched!r}"] if self.unmatched != "warn" else []
+        return f"AxisMapping({', '.join(shown)})"
+
+
+def _merged(first_names: Axes, then: Axes) -> Axes:
+    """Names by pattern, of which those for a pattern given twice are the first's."""
+    return tuple({**dict(first_names), **{p: n for p, n in then if p not in dict(first_names)}}.items())
+
+
+def _given_rules(rules: Any) -> Mapping[Any, Any]:
+    """The rules of what was given as a mapping; an error that says what it is where it is none."""
+    if rules is None:
+        return {}
+    if isinstance(rules, AxisMapping):
+        return rules.rules
+    if isinstance(rules, Mapping):
+        return cast("Mapping[Any, Any]", rules)
+    if isinstance(rules, Mesh | AbstractMesh):
+        fix = "pass the mapping before the mesh: shard(tree, mapping, mesh)"
+        raise MappingError("a mesh was given as the mapping", fix=fix)
+    if isinstance(rules, PartitionSpec | Sharding):
+        kind = "PartitionSpec" if isinstance(rules, PartitionSpec) else type(rules).__name__
+        fix = 'name what each axis is split over, {"embed": "data"}, or use jax.device_put with a sharding'
+        raise MappingError(f"a {kind} was given as the mapping, which is from axis names to mesh axes", fix=fix)
+    raise MappingError(f"{rules!r} is no mapping", fix='use a dict from axis names to mesh axes, {"embed": "data"}')
+
+
+def _key_fix(key: Any) -> str:
+    return f"its name, {key.name!r}" if isinstance(key, Axis) else "a string"
 
 
 class _Known(threading.local):
@@ -251,11 +336,65 @@ def axis_mapping(mapping: MappingLike, merge: bool = False) -> Generator[AxisMap
             _known.stack.pop()
 
 
-def resolve_mapping(mapping: MappingLike | None) -> AxisMapping | None:
-    """The mapping given, else the one in force, else None."""
-    if mapping is None:
-        return current_mapping()
-    return mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
+def resolve_mapping(mapping: MappingLike | None, axes: AxesLike | None = None) -> AxisMapping | None:
+    """The mapping given, else the one in force, else None.
+
+    Its names are those of ``axes``, then its own, then those of the mapping in force.
+    """
+    found = current_mapping() if mapping is None else mapping
+    if found is None:
+        return None
+    found = found if isinstance(found, AxisMapping) else AxisMapping(found)
+    return with_context_names(found, () if axes is None else check_axes(axes))
+
+
+def with_context_names(mapping: AxisMapping, axes: Axes = ()) -> AxisMapping:
+    """A mapping with names that come before its own, and those of the mapping in force after them."""
+    current = current_mapping()
+    context = () if current is None else current.axes_items
+    return mapping if not axes and context in ((), mapping.axes_items) else _with_names(mapping, axes, context)
+
+
+@functools.lru_cache(maxsize=512)
+def _with_names(mapping: AxisMapping, before: Axes, after: Axes) -> AxisMapping:
+    return mapping.named(_merged(before, _merged(mapping.axes_items, after)))
+
+
+class FsdpMapping(AxisMapping):
+    """The parameter mapping of `fsdp`, or that of its computation for arrays such as the batch."""
+
+    __slots__ = ("compute",)
+    compute: AxisMapping
+
+    def __init__(self, parameters: AxisMapping, compute: AxisMapping):
+        super().__init__(parameters)
+        object.__setattr__(self, "compute", compute)
+        object.__setattr__(self, "_hash", hash((self._key(), compute)))
+
+    def for_names(self, names: Sequence[str]) -> AxisMapping:
+        """The mapping for an array with these axes.
+
+        An axis that only the computation places makes it the batch, if it takes what parameters are split over or none
+        of the array's axes is a parameter's. Else it splits a parameter further while that is computed with.
+        """
+        only = [n for n in names if self.compute.rules.get(n) is not None and self.rules.get(n) is None]
+        taken = {mesh_axis for rule in self.rules.values() for mesh_axis in mesh_axes_of(rule)}
+        competes = any(not taken.isdisjoint(mesh_axes_of(self.compute.rules[n])) for n in only)
+        alone = all(self.rules.get(n) is None for n in names)
+        return self.compute if only and (competes or alone) else self
+
+    def named(self, axes: Axes) -> AxisMapping:
+        """This mapping with exactly these names."""
+        return self if axes == self.axes_items else FsdpMapping(super().named(axes), self.compute)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FsdpMapping) and super().__eq__(other) and self.compute == other.compute
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FsdpMapping, (super().named(self.axes_items), self.compute)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -341,7 +480,7 @@ def own_over(own: AxisMapping, mapping: AxisMapping) -> AxisMapping:
     """
     rest = {name: rule for name, rule in mapping.rules.items() if name not in own.rules}
     policy = own.indivisible if own.indivisible == "replicate" else mapping.indivisible
-    return AxisMapping({**own.rules, **rest}, indivisible=policy)
+    return AxisMapping({**own.rules, **rest}, indivisible=policy, axes=mapping.axes, unmatched=mapping.unmatched)
 
 
 def thread_hint() -> str:

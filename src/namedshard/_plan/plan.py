@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from namedshard import _errors as errors
-from namedshard._plan.leaves import Leaf, is_array_like, named_leaves
+from namedshard._plan.leaves import Leaf, is_array_like, named_leaves, obstacle_to_names
 from namedshard._plan.mapping import (
     AxisMapping,
     First,
@@ -24,12 +24,14 @@ from namedshard._plan.mapping import (
     MeshAxes,
     Policy,
     Rule,
+    Unmatched,
     axis_names,
     own_over,
     resolve_mapping,
     spec_entry,
 )
 from namedshard._plan.mesh import MeshLike, describe, manual_axes, reduce_mesh, require_mesh, restore_mesh
+from namedshard._plan.names import UNNAMED, AxesLike, dotted
 from namedshard._types import PyTreeDef
 
 Places: TypeAlias = Callable[[PyTree], Sequence[NamedSharding | None]]
@@ -76,7 +78,8 @@ class LeafPlan:
 
     Attributes:
         path: The leaf path, as ``jax.tree_util.keystr`` prints it, without the leading dot.
-        axes: (name, size) of each dimension, or None for a leaf without names.
+        axes: (name, size) of each dimension, or None for a leaf without names. Of a dimension that is several axes, the
+            major one and its size; ``"_"`` for a dimension without a name.
         shape: The global shape; None for leaves that are no arrays.
         dtype: The dtype; None for leaves that are no arrays.
         spec: The wanted ``PartitionSpec``; None for leaves that are left exactly as they are.
@@ -84,7 +87,7 @@ class LeafPlan:
         bytes: Bytes of the whole array.
         bytes_per_device: Bytes of one shard under ``spec``.
         why: One `AxisChoice` per dimension, empty for leaves without names.
-        note: Why a leaf with names is left alone, if it is.
+        note: Why a leaf with names, or a dimension of it, is left alone, if it is.
     """
 
     path: str
@@ -152,6 +155,8 @@ class Plan:
         for leaf in self.leaves:
             if leaf.path == path:
                 return leaf
+        if same := [leaf.path for leaf in self.leaves if dotted(leaf.path) == dotted(path)]:
+            raise KeyError(f"no leaf {path!r}: it is {same[0]!r}")
         raise KeyError(f"no leaf {path!r}{errors.did_you_mean(path, [leaf.path for leaf in self.leaves])}")
 
 
@@ -232,14 +237,17 @@ class _Chooser:
 
     def run(self) -> tuple[AxisChoice, ...]:
         names = self.leaf.names or ()
-        sizes = dict(zip(names, self.leaf.value.shape, strict=True))
+        sizes = dict(zip(names, self.leaf.axis_sizes, strict=True))
         chosen: dict[str, AxisChoice] = {}
         for axis, rule in self.mapping.rules.items():
-            if axis in sizes:
+            if axis in sizes and axis != UNNAMED:
                 chosen[axis] = self._choose(axis, sizes[axis], rule)
                 for mesh_axis in self.view.free(chosen[axis].won):
                     self.taken[mesh_axis] = axis
-        return tuple(chosen.get(n) or AxisChoice(n, sizes[n], None, None) for n in names)
+        return tuple(
+            chosen.get(name) or AxisChoice(name, size, None, None)
+            for name, size in zip(names, self.leaf.axis_sizes, strict=True)
+        )
 
     def _fits(self, size: int, candidate: MeshAxes) -> str:
         names = self.view.free(candidate)
@@ -325,6 +333,16 @@ def raise_problems(problems: Sequence[Problem], total: int, mesh: MeshLike, manu
     )
 
 
+def _mapping_for(leaf: Leaf, mapping: AxisMapping, mesh: MeshLike) -> AxisMapping:
+    names = leaf.names or ()
+    found = mapping.for_names(names)
+    if leaf.mesh_axes:
+        # Flax's names may be those of mesh axes.
+        bare = {n: tuple(n.split("+")) for n in names if n not in found.rules and set(n.split("+")) <= {*mesh.shape}}
+        found = found | bare if bare else found
+    return found if leaf.own is None else own_over(leaf.own, found)
+
+
 def plan_leaves(
     leaves: Sequence[Leaf],
     treedef: PyTreeDef,
@@ -354,12 +372,12 @@ def plan_leaves(
         if leaf.names is None:
             out.append(LeafPlan(leaf.path, None, shape, dtype, None, None, size, size, note=leaf.note))
             continue
-        effective = mapping if leaf.own is None else own_over(leaf.own, mapping)
+        effective = _mapping_for(leaf, mapping, mesh)
         why = _Chooser(leaf, effective, view, problems, replicated).run()
         pieces = math.prod(view.size(view.free(choice.won)) for choice in why)
         spec = PartitionSpec(*(choice.won for choice in why))
-        axes = tuple(zip(leaf.names, shape, strict=True))
-        out.append(LeafPlan(leaf.path, axes, shape, dtype, spec, memory_kind, size, size // pieces, why))
+        axes = tuple(zip(leaf.names, leaf.axis_sizes, strict=True))
+        out.append(LeafPlan(leaf.path, axes, shape, dtype, spec, memory_kind, size, size // pieces, why, leaf.note))
     total = sum(leaf.shape is not None for leaf in out)
     if collect is not None:
         collect.extend(problems)
@@ -373,19 +391,52 @@ def plan_leaves(
     return Plan(tuple(out), mapping, mesh, treedef)
 
 
-def with_policy(mapping: AxisMapping, indivisible: Policy | None) -> AxisMapping:
-    """The mapping under the policy given for this call, if any."""
-    if indivisible is None or indivisible == mapping.indivisible:
+def with_policy(mapping: AxisMapping, indivisible: Policy | None, unmatched: Unmatched | None = None) -> AxisMapping:
+    """The mapping under the policies given for this call, if any."""
+    if indivisible in (None, mapping.indivisible) and unmatched in (None, mapping.unmatched):
         return mapping
-    return AxisMapping(mapping, indivisible=indivisible)
+    return AxisMapping(mapping, indivisible=indivisible, unmatched=unmatched)
+
+
+def check_unmatched(what: str, leaves: Sequence[Leaf], mapping: AxisMapping) -> None:
+    """Warn, or raise, where a mapping has rules and no array a name, or a rule resembles an axis without matching one.
+
+    Raises:
+        AxisNamesError: The policy is ``"error"``.
+    """
+    rules = [name for name, rule in mapping.rules.items() if rule is not None]
+    if mapping.unmatched == "ignore" or not rules:
+        return
+    arrays = [leaf for leaf in leaves if is_array_like(leaf.value) and not obstacle_to_names(leaf.value)]
+    axes = {name for leaf in arrays for name in leaf.names or ()} - {UNNAMED}
+    if arrays and all(leaf.names is None for leaf in arrays):
+        lines = [f"rules: {', '.join(rules)}"]
+        lines += [f"axes pattern: {pattern!r}" for pattern, _ in mapping.axes_items if pattern]
+        lines += [f"leaf: {errors.at(leaf.path)}: {leaf.note or tuple(leaf.value.shape)}" for leaf in arrays]
+        headline = f"{what}: none of {len(arrays)} arrays has axis names, so the mapping places none"
+        fix = 'name them by leaf path with axes={"layers.*.weight": "mlp embed"}, or pass unmatched="ignore"'
+    else:
+        bare = sorted(axes - mapping.rules.keys())
+        hints = {name: errors.did_you_mean(name, bare) for name in rules if name not in axes}
+        lines = [f"{name!r}{hint}" for name, hint in hints.items() if hint]
+        headline = f"{what}: {len(lines)} of {len(rules)} rules match no axis, but resemble one"
+        fix = 'use the name that the arrays have, or pass unmatched="ignore"'
+    if lines and mapping.unmatched == "error":
+        raise errors.AxisNamesError(headline, lines, fix)
+    if lines:
+        errors.warn_once(errors.message(headline, lines, fix))
 
 
 def resolve(
-    tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | None, indivisible: Policy | None
+    tree: PyTree,
+    mapping: MappingLike | None,
+    mesh: MeshLike | None,
+    indivisible: Policy | None,
+    axes: AxesLike | None = None,
 ) -> tuple[list[Leaf], AxisMapping, MeshLike]:
     """A tree's leaves, and the mapping and mesh to plan them with: those given, else those in force; see `plan`."""
-    leaves = named_leaves(tree)
-    found = resolve_mapping(mapping)
+    found = resolve_mapping(mapping, axes)
+    leaves = named_leaves(tree, found)
     if found is None:
         if not any(leaf.own is not None for leaf in leaves):
             raise errors.NoMappingError(
@@ -402,17 +453,19 @@ def plan(
     *,
     memory_kind: str | None = None,
     indivisible: Policy | None = None,
+    axes: AxesLike | None = None,
 ) -> Plan:
     """Plan where each leaf of a tree goes. Pure: moves nothing and touches no backend.
 
     Args:
         tree: Any pytree of `haliax.NamedArray`s (of arrays or ``jax.ShapeDtypeStruct``s, any shape and dtype),
-            Equinox modules whose fields are declared with ``axis_names`` metadata, plain arrays and other leaves; the
-            latter two are left as they are.
+            Equinox modules whose fields are declared with ``axis_names`` metadata, arrays that ``axes`` name, and other
+            leaves, which are left as they are.
         mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
         mesh: A ``jax.sharding.Mesh`` or ``AbstractMesh``; the context's by default.
         memory_kind: The memory kind to place into; None keeps the kind of each array.
         indivisible: Overrides the mapping's policy for axes that do not divide: ``"error"`` or ``"replicate"``.
+        axes: Names for arrays that carry none, by leaf path, or of a single array; see `AxisMapping`.
 
     Returns:
         A `Plan` with one `LeafPlan` per leaf.
@@ -424,6 +477,7 @@ def plan(
         MeshAxisConflictError: Two axes of one leaf are mapped to one mesh axis.
         IndivisibleAxisError: A leaf's axis does not divide and the policy is ``"error"``.
         NoCandidateError: No candidate of a `first` rule fits a leaf.
+        AxisNamesError: ``axes`` do not fit the arrays.
 
     Examples:
         >>> import haliax as hax, jax, namedshard as ns
@@ -434,6 +488,6 @@ def plan(
         >>> p["['w']"].spec, p["['w']"].bytes_per_device
         (P('model', None), 32768)
     """
-    leaves, found, where = resolve(tree, mapping, mesh, indivisible)
+    leaves, found, where = resolve(tree, mapping, mesh, indivisible, axes)
     treedef = jax.tree_util.tree_structure(tree)
     return plan_leaves(leaves, treedef, found, where, memory_kind=memory_kind, manual=manual_axes())

@@ -10,7 +10,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from namedshard._errors import MeshAxisNotFoundError, NoMeshError
+from namedshard._errors import AxisNamesError, MeshAxisNotFoundError, NoMeshError
 from namedshard._plan.leaves import Leaf, axis_name, is_array_like, named_leaves
 from namedshard._plan.mapping import (
     AxisMapping,
@@ -22,6 +22,7 @@ from namedshard._plan.mapping import (
     resolve_mapping,
 )
 from namedshard._plan.mesh import MeshLike, manual_axes, require_mesh, resolve_mesh
+from namedshard._plan.names import UNNAMED, AxesLike
 from namedshard._plan.plan import FIXES, Problem, absent_text, plan, plan_leaves, raise_problems
 
 AxisLike: TypeAlias = Axis | str
@@ -71,9 +72,10 @@ def _spec_of_axes(axes: Sequence[AxisLike], mapping: AxisMapping, mesh: MeshLike
     return planned.leaves[0].spec
 
 
-def _specs_of_tree(tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | None) -> PyTree:
-    where = mesh or _mesh_of_names(named_leaves(tree), resolve_mapping(mapping) or AxisMapping())
-    planned = iter(plan(tree, mapping, where).leaves)
+def _specs_of_tree(tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | None, axes: AxesLike | None) -> PyTree:
+    found = resolve_mapping(mapping, axes)
+    where = mesh or _mesh_of_names(named_leaves(tree, found), found or AxisMapping())
+    planned = iter(plan(tree, found, where).leaves)
 
     def spec(node: Any) -> PartitionSpec | None:
         specs = [next(planned).spec for _ in jax.tree_util.tree_leaves(node)]
@@ -87,46 +89,81 @@ def _specs_of_tree(tree: PyTree, mapping: MappingLike | None, mesh: MeshLike | N
     return jax.tree_util.tree_map(spec, tree, is_leaf=lambda x: isinstance(x, NamedArray))
 
 
-def pspec_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> PyTree:
+def pspec_for(
+    tree_or_axes: PyTree,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    axes: AxesLike | None = None,
+    shape: Sequence[int] | None = None,
+) -> PyTree:
     """The ``PartitionSpec`` of each array of a tree, or of an array with the given axes.
 
     Args:
         tree_or_axes: Any pytree; or an `haliax.Axis`, an axis name, or a sequence of them. A name alone stands for an
-            axis that divides evenly.
+            axis that divides evenly. With a ``shape``, the names of its dimensions as `AxisMapping` takes them:
+            ``"batch ... embed"``.
         mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
         mesh: A mesh; the context's by default. Without one the mapping is taken by its word: no axis can be absent or
             indivisible, and a `first` rule is an error.
+        axes: Names for arrays that carry none, by leaf path; see `AxisMapping`.
+        shape: The shape of an array with the given axes.
 
     Returns:
-        For a tree: the tree with a spec in place of each `NamedArray` (of any shape and dtype) and plain array (which
-        keeps the spec of its own type), ``PartitionSpec()`` for numbers and None for other leaves. For axes: one spec;
-        with no mapping anywhere it is unsharded.
+        For a tree: the tree with a spec in place of each array with names (of any shape and dtype) and plain array
+        (which keeps the spec of its own type), ``PartitionSpec()`` for numbers and None for other leaves. For axes: one
+        spec; with no mapping anywhere it is unsharded.
 
     Raises:
         NoMappingError: For a tree, no mapping given and none in the context.
         NoMeshError: A `first` rule applies, and there is no mesh to choose by.
+        AxisNamesError: The names do not fit the shape.
         PlanError: As `plan` does.
 
     Examples:
         >>> import haliax as hax, namedshard as ns
+        >>> print(ns.pspec_for("batch ... embed", {"batch": "data"}, shape=(8, 128, 16)))
+        P('data', None, None)
         >>> print(ns.pspec_for((hax.Axis("mlp", 512), "embed"), {"mlp": "model"}))
         P('model', None)
     """
     where = resolve_mesh(mesh)
-    axes = _as_axes(tree_or_axes)
-    if axes is None:
-        return _specs_of_tree(tree_or_axes, mapping, where)
+    given = _as_axes(tree_or_axes)
+    if given is None:
+        return _specs_of_tree(tree_or_axes, mapping, where, axes)
     found = resolve_mapping(mapping)
-    return PartitionSpec(*(None for _ in axes)) if found is None else _spec_of_axes(axes, found, where)
+    if shape is None and not any(isinstance(axis, str) and _is_notation(axis) for axis in given):
+        return PartitionSpec(*(None for _ in given)) if found is None else _spec_of_axes(given, found, where)
+    text = " ".join(map(axis_name, given))
+    if shape is None:
+        raise AxisNamesError(f"{text!r} needs a shape", fix="pass shape=, or one axis for each dimension")
+    if found is None:
+        return PartitionSpec(*(None for _ in shape))
+    struct = jax.ShapeDtypeStruct(tuple(shape), "float32")
+    return _specs_of_tree(struct, found, where, text)
 
 
-def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh: MeshLike | None = None) -> PyTree:
+def _is_notation(name: str) -> bool:
+    """Whether a string is more than the name of one axis."""
+    return any(c in name for c in " ,(") or name in (UNNAMED, "...")
+
+
+def sharding_for(
+    tree_or_axes: PyTree,
+    mapping: MappingLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    axes: AxesLike | None = None,
+    shape: Sequence[int] | None = None,
+) -> PyTree:
     """The ``NamedSharding`` of each array of a tree, or of an array with the given axes.
 
     Args:
         tree_or_axes: Any pytree, or axes; see `pspec_for`.
         mapping: Named axis → mesh axes; the context's (`axis_mapping`) by default.
         mesh: A mesh; the context's by default.
+        axes: As `pspec_for` takes them.
+        shape: As `pspec_for` takes it.
 
     Returns:
         As `pspec_for`, with the sharding on the mesh in place of each spec.
@@ -145,7 +182,7 @@ def sharding_for(tree_or_axes: PyTree, mapping: MappingLike | None = None, mesh:
     where = require_mesh(mesh)
     return jax.tree_util.tree_map(
         lambda spec: NamedSharding(where, spec) if isinstance(spec, PartitionSpec) else spec,
-        pspec_for(tree_or_axes, mapping, where),
+        pspec_for(tree_or_axes, mapping, where, axes=axes, shape=shape),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 

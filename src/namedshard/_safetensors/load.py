@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jaxtyping import PyTree
@@ -14,6 +14,7 @@ from namedshard._place.gather import parse_bytes
 from namedshard._place.route import on_cpus
 from namedshard._plan.mapping import MappingLike, Policy
 from namedshard._plan.mesh import MeshLike
+from namedshard._plan.names import AxesLike
 from namedshard._safetensors.index import find_tensors
 from namedshard._safetensors.layout import boxes_in
 from namedshard._safetensors.names import Names
@@ -164,12 +165,15 @@ def load_with(opener: Opener, path: str | os.PathLike[str], like: PyTree, option
     return jax.tree_util.tree_unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
+T = TypeVar("T")
+
+
 def load_safetensors(  # noqa: PLR0913 - options of the public call; one object inside
     path: str | os.PathLike[str],
-    like: PyTree,
-    *,
+    like: T,
     mapping: MappingLike | None = None,
     mesh: MeshLike | None = None,
+    *,
     names: Names | None = None,
     dtype: DTypes = None,
     memory_kind: str | None = None,
@@ -179,7 +183,8 @@ def load_safetensors(  # noqa: PLR0913 - options of the public call; one object 
     narrow: Narrow = "error",
     budget: int | str = "1GiB",
     progress: Progress = None,
-) -> PyTree:
+    axes: AxesLike | None = None,
+) -> T:
     """Load a safetensors checkpoint from its bytes straight to the final placement.
 
     Each process reads only the byte ranges that its own devices need, into the shards themselves. Everything that can
@@ -208,6 +213,7 @@ def load_safetensors(  # noqa: PLR0913 - options of the public call; one object 
         budget: Host memory, in bytes or as in ``"1GiB"``, for buffers and for shards on their way to accelerators.
         progress: True or None for a bar where stderr is a terminal, False for silence, or a function that is called
             with ``(bytes_done, bytes_total)``.
+        axes: Names for arrays that carry none, by leaf path; see `AxisMapping`.
 
     Returns:
         A tree like ``like`` with its arrays in place.
@@ -234,6 +240,6 @@ def load_safetensors(  # noqa: PLR0913 - options of the public call; one object 
         (31.0, ('model', None))
     """
     options = LoadOptions(
-        mapping, mesh, names, dtype, memory_kind, indivisible, missing, unexpected, narrow, budget, progress
+        mapping, mesh, names, dtype, memory_kind, indivisible, missing, unexpected, narrow, budget, progress, axes
     )
     return load_with(open_source, path, like, options)

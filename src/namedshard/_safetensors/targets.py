@@ -18,6 +18,7 @@ from namedshard._plan.best_effort import best_effort_spec
 from namedshard._plan.leaves import Leaf, is_array_like, jax_can_hold, jax_dtype, named_leaves, native_dtype
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, resolve_mapping
 from namedshard._plan.mesh import MeshLike, describe, is_unattached, require_attached, require_mesh, resolve_mesh
+from namedshard._plan.names import AxesLike
 from namedshard._plan.plan import plan_leaves, with_policy
 from namedshard._safetensors.header import CODES, PACKED_BITS, TensorInfo
 from namedshard._safetensors.layout import Part, boxes_in
@@ -47,11 +48,17 @@ class LoadOptions:
     narrow: Narrow = "error"
     budget: int | str = "1GiB"
     progress: Progress = None
+    axes: AxesLike | None = None
 
     def __post_init__(self) -> None:
         errors.check_one_of("missing", self.missing, get_args(Missing))
         errors.check_one_of("unexpected", self.unexpected, get_args(Unexpected))
         errors.check_one_of("narrow", self.narrow, get_args(Narrow))
+
+    @property
+    def resolved_mapping(self) -> AxisMapping | None:
+        """The mapping given, or the one in force, with names by leaf path."""
+        return resolve_mapping(self.mapping, self.axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ def _resolve_shardings(
     leaves: Sequence[Leaf], treedef: PyTreeDef, path: str, options: LoadOptions
 ) -> list[Sharding | None]:
     """Each leaf's sharding: as planned, else an abstract leaf's own, else by best effort (None: the default device)."""
-    mapping = resolve_mapping(options.mapping)
+    mapping = options.resolved_mapping
     # Without a mapping, only leaves that carry their own are planned.
     planned = [mapping is not None or leaf.own is not None for leaf in leaves]
     mesh = _resolve_concrete_mesh(options.mesh, needed=mapping is not None or any(planned))
@@ -279,7 +286,7 @@ def _find_mismatches(
 
 def resolve_targets(like: PyTree, found: Mapping[str, TensorInfo], path: str, options: LoadOptions) -> list[Target]:
     """Match a tree with the tensors found at a path; see `load_safetensors`."""
-    leaves = named_leaves(like)
+    leaves = named_leaves(like, options.resolved_mapping)
     arrays = [leaf for leaf in leaves if is_array_like(leaf.value)]
     _check_paths(options.dtype, [leaf.path for leaf in arrays])
     shardings = _resolve_shardings(leaves, jax.tree_util.tree_structure(like), path, options)
