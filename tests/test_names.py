@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -284,6 +285,8 @@ def test_an_equinox_model_is_sharded_trained_and_its_states_follow(kind: str) ->
 
 def test_init_names_its_result() -> None:
     made = ns.init(model, 0, mapping={"mlp": "model"}, mesh=M42, axes=AXES)
+    lowered = ns.lower_init(model, 0, mapping={"mlp": "model"}, mesh=M42, axes=AXES)
+    assert_exactly(lowered.compile()(0).layers[0].weight, M42, P("model", None))
     assert_exactly(made.layers[0].weight, M42, P("model", None))
     assert bits(made.layers[0].weight) == bits(model().layers[0].weight)
 
@@ -326,6 +329,11 @@ def test_plain_arrays_in_model_code(where: Any) -> None:
         # Under vmap the array has one dimension less, and in a scan it is a slice.
         jax.jit(jax.vmap(lambda x: ns.shard(x, axes="_ mlp")))(jnp.zeros((8, 3, 16)))
         jax.jit(lambda: jax.lax.scan(lambda c, a: (c, ns.shard(a, axes="_ mlp")), 0, jnp.zeros((8, 3, 16))))()
+        # Axes that a shard_map holds are split already.
+        mapped = jax.shard_map(constrained, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        if where is M42:
+            y = jax.jit(mapped)(jnp.zeros((8, 3, 16)))
+            assert y.sharding.is_equivalent_to(NamedSharding(where, P("data", None, "model")), 3)
         with pytest.raises(ns.IndivisibleAxisError, match="axis batch=6"):
             jax.jit(constrained)(jnp.zeros((6, 3, 16)))
 
@@ -425,6 +433,11 @@ def test_the_batch_of_fsdp_has_the_compute_mapping() -> None:
             assert_exactly(step(w, batch).array, M42, P("data", "model"))
         out = plain(w.array, ns.shard(x, compute).array)
         assert np.array_equal(np.asarray(out), counting(16, 8) @ counting(8, 4))
+        other = ns.fsdp(lambda w, x: (w, x), parameters, compute, in_axis_resources={"x": {"embed": "model"}})
+        got = other(w, na(counting(8, 8), "batch embed"))
+        assert_exactly(got[0].array, M42, P("data", "model"))
+        with pytest.raises(ns.MismatchError, match=re.escape("fix: x = ns.shard(x, {'embed': 'model'})")):
+            other(w, ns.shard(na(counting(8, 8), "batch embed"), compute))
 
 
 def test_what_jax_asks_for_on_explicit_axes_gets_a_note() -> None:

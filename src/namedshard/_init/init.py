@@ -351,6 +351,7 @@ def lower_init(
     mapping: MappingLike | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
+    axes: AxesLike | None = None,
     **kwargs: Any,
 ) -> LoweredInit:
     """Lowers `init` of a function, as ``jax.jit(fn).lower(*args)`` does, without computing anything.
@@ -362,6 +363,7 @@ def lower_init(
         mesh: A ``jax.sharding.Mesh``, whose devices needn't be attached; defaults to the one in context, else that of
             the arguments.
         memory_kind: As for `init`.
+        axes: As `init` takes them.
         **kwargs: Keyword arguments of ``fn``.
 
     Returns:
@@ -386,7 +388,7 @@ def lower_init(
         (64, 32)
     """
     request = Request.of(fn, args, kwargs)
-    found, where = _mapping_and_mesh("lower_init", request, mapping, mesh, memory_kind)
+    found, where = _mapping_and_mesh("lower_init", request, resolve_mapping(mapping, axes), mesh, memory_kind)
     if isinstance(where, AbstractMesh):
         fix = "pass a jax.sharding.Mesh; init itself plans for an AbstractMesh"
         raise NoMeshError("lower_init: an AbstractMesh has no devices to compile for", fix=fix)

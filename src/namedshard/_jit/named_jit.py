@@ -215,18 +215,17 @@ class NamedJit(Generic[P, R]):
         """The argument leaves, with their names by path."""
         leaves = argument_leaves(self._fn, self._prefix, args, kwargs)
         given = self._options.in_axis_resources
-        if isinstance(given, AxisMapping):
-            mapping = self._named(given, mapping)
+        if (default := dict(given).get("") if isinstance(given, tuple) else given) is not None:
+            mapping = self._named(default, mapping)
         return with_names(leaves, self._options.axes if mapping is None else mapping.axes_items)
 
     def _required(self, arrays: Sequence[Leaf], mapping: AxisMapping | None) -> list[AxisMapping | None]:
         """What each array argument must be sharded by, if anything says so."""
         given = self._options.in_axis_resources
-        if not isinstance(given, tuple):
-            if isinstance(given, FsdpMapping) and not any(isinstance(leaf.value, Tracer) for leaf in arrays):
-                check_unmatched(self._name, arrays, self._named(given, mapping))
-            return [given] * len(arrays)
-        by_name = dict(given)
+        by_name = dict(given) if isinstance(given, tuple) else {}
+        default = by_name.pop("", None) if isinstance(given, tuple) else given
+        if isinstance(default, FsdpMapping) and not any(isinstance(leaf.value, Tracer) for leaf in arrays):
+            check_unmatched(self._name, arrays, self._named(default, mapping))
         names = list(dict.fromkeys(argument_name(leaf.path) for leaf in arrays))
         if unknown := [name for name in by_name if name not in names]:
             raise MappingError(
@@ -234,7 +233,7 @@ class NamedJit(Generic[P, R]):
                 f" {', '.join(names)}{did_you_mean(unknown[0], names)}",
                 fix="use the names of the function's parameters",
             )
-        return [by_name.get(argument_name(leaf.path)) for leaf in arrays]
+        return [by_name.get(argument_name(leaf.path), default) for leaf in arrays]
 
     def _check_mismatches(
         self,
@@ -550,6 +549,7 @@ def fsdp(
     parameter_mapping: MappingLike,
     compute_mapping: MappingLike,
     *,
+    in_axis_resources: Mapping[str, MappingLike] | None = None,
     axes: AxesLike | None = None,
     unmatched: Unmatched | None = None,
 ) -> NamedJit[P, R]: ...
@@ -561,6 +561,7 @@ def fsdp(
     *,
     parameter_mapping: MappingLike,
     compute_mapping: MappingLike,
+    in_axis_resources: Mapping[str, MappingLike] | None = None,
     axes: AxesLike | None = None,
     unmatched: Unmatched | None = None,
 ) -> Decorator: ...
@@ -571,6 +572,7 @@ def fsdp(
     fn: MappingLike,
     parameter_mapping: MappingLike,
     *,
+    in_axis_resources: Mapping[str, MappingLike] | None = None,
     axes: AxesLike | None = None,
     unmatched: Unmatched | None = None,
 ) -> Decorator: ...
@@ -581,6 +583,7 @@ def fsdp(
     parameter_mapping: Any = None,
     compute_mapping: Any = None,
     *,
+    in_axis_resources: Mapping[str, MappingLike] | None = None,
     axes: AxesLike | None = None,
     unmatched: Unmatched | None = None,
 ) -> NamedJit[..., Any] | Decorator:
@@ -596,6 +599,7 @@ def fsdp(
         fn: The function; leave it out to use this as a decorator: ``@fsdp(parameter_mapping, compute_mapping)``.
         parameter_mapping: For parameters, gradients and optimizer states.
         compute_mapping: In force inside the function, and for the batch.
+        in_axis_resources: Argument name to mapping, for arguments that neither of the two is for.
         axes: Names for arrays that carry none, by leaf path; see `named_jit`.
         unmatched: What to do where no argument has names: ``"warn"``, once, ``"error"`` or ``"ignore"``.
 
@@ -621,4 +625,5 @@ def fsdp(
         raise TypeError("fsdp needs a parameter_mapping and a compute_mapping")
     compute = _as_mapping(compute_mapping)
     places = FsdpMapping(AxisMapping(parameter_mapping, unmatched=unmatched), compute)
-    return named_jit(fn, compute, in_axis_resources=places, out_axis_resources=places, axes=axes)
+    given = {"": places, **(in_axis_resources or {})}
+    return named_jit(fn, compute, in_axis_resources=given, out_axis_resources=places, axes=axes)

@@ -50,7 +50,7 @@ class Options:
     """The options of `named_jit`."""
 
     axis_resources: AxisMapping | None
-    # Or (name of an argument, its mapping)s.
+    # Or (name of an argument, its mapping)s; the one without a name is for all others.
     in_axis_resources: AxisMapping | tuple[tuple[str, AxisMapping], ...] | None
     out_axis_resources: AxisMapping | None
     donate_args: Any
