@@ -217,7 +217,9 @@ class NamedJit(Generic[P, R]):
         given = self._options.in_axis_resources
         if (default := dict(given).get("") if isinstance(given, tuple) else given) is not None:
             mapping = self._named(default, mapping)
-        return with_names(leaves, self._options.axes if mapping is None else mapping.axes_items)
+        axes = self._options.axes
+        # Names in context are for other calls, too: they need fit none of these arguments.
+        return with_names(leaves, axes if mapping is None else mapping.axes_items, lenient=not axes)
 
     def _required(self, arrays: Sequence[Leaf], mapping: AxisMapping | None) -> list[AxisMapping | None]:
         """What each array argument must be sharded by, if anything says so."""

@@ -338,14 +338,14 @@ class Program:
         return flat
 
     def _output_places(self, tree: PyTree) -> list[NamedSharding | None]:
-        leaves, treedef = named_leaves(tree, self._out_mapping, results=True), jax.tree_util.tree_structure(tree)
+        leaves, treedef = named_leaves(tree, self._out_mapping, lenient=True), jax.tree_util.tree_structure(tree)
         asked = _asked(leaves, treedef, self._out_mapping)
         return [asked.get(i) for i in range(len(leaves))]
 
     def _place_outputs(self, out: Any) -> tuple[Any, ...]:
         """Constrain the outputs, and note their structure and what was asked of them."""
         leaves, treedef = jax.tree_util.tree_flatten(out)
-        walked = named_leaves(out, self._out_mapping, results=True)
+        walked = named_leaves(out, self._out_mapping, lenient=True)
         asked = _asked(walked, treedef, self._out_mapping)
         leaves, by_jit = self._constrain([leaf.path for leaf in walked], leaves, asked)
         arrays = {

@@ -261,20 +261,20 @@ def with_distinct_paths(leaves: list[Leaf]) -> list[Leaf]:
     return out
 
 
-def named_leaves(tree: Any, mapping: AxisMapping | None = None, *, results: bool = False) -> list[Leaf]:
+def named_leaves(tree: Any, mapping: AxisMapping | None = None, *, lenient: bool = False) -> list[Leaf]:
     """All raw leaves in order, each with a path that no other has and, where it has them, its axis names.
 
-    Arrays that carry no names get those that the mapping gives to their paths. Of ``results``, such as an optimizer's
-    states, a pattern may fit none.
+    Arrays that carry no names get those that the mapping gives to their paths. With ``lenient``, a pattern may fit none
+    that it matches, such as the states of an optimizer.
 
     Raises:
         AxisNamesError: Names by path don't fit the arrays.
     """
     leaves = with_distinct_paths(_without_placeholders(list(_walk((), tree))))
-    return leaves if mapping is None else with_names(leaves, mapping.axes_items, results=results)
+    return leaves if mapping is None else with_names(leaves, mapping.axes_items, lenient=lenient)
 
 
-def with_names(leaves: list[Leaf], axes: Axes, *, results: bool = False) -> list[Leaf]:
+def with_names(leaves: list[Leaf], axes: Axes, *, lenient: bool = False) -> list[Leaf]:
     """The leaves, with names by path for the arrays that have none.
 
     Raises:
@@ -291,7 +291,7 @@ def with_names(leaves: list[Leaf], axes: Axes, *, results: bool = False) -> list
             fix=f"name them by leaf path, as in axes={{{dotted(leaves[bare[0]].path)!r}: {alone!r}}}",
         )
     fitted, notes = match_names(
-        [(leaves[i].path, leaves[i].value.shape) for i in bare], axes, len(arrays), results=results
+        [(leaves[i].path, leaves[i].value.shape) for i in bare], axes, len(arrays), lenient=lenient
     )
     out = list(leaves)
     for n, i in enumerate(bare):

@@ -193,11 +193,11 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def match_names(
-    arrays: Sequence[tuple[str, Sequence[int]]], axes: Axes, total: int, *, results: bool = False
+    arrays: Sequence[tuple[str, Sequence[int]]], axes: Axes, total: int, *, lenient: bool = False
 ) -> tuple[dict[int, Fitted], dict[int, str]]:
     """Names for arrays, (path, shape)s, and notes for those whose names fit another number of dimensions.
 
-    Of ``results``, all of a pattern may be such: an optimizer's states have the paths of parameters that aren't there.
+    With ``lenient``, all of a pattern may be such: optimizer states have the paths of parameters that aren't there.
 
     Raises:
         AxisNamesError: Names fit no array that their pattern matches, or sizes do not multiply; lists all.
@@ -224,7 +224,7 @@ def match_names(
             if found is not None:
                 fitted[i] = found
                 del wrong[i]
-        if len(wrong) == len(members) and not results:
+        if len(wrong) == len(members) and not lenient:
             lines += [f"{at(arrays[i][0])}: {tuple(arrays[i][1])}: {why}" for i, why in wrong.items()]
         notes |= {i: f"{why}; left as it is" for i, why in wrong.items()}
     if lines:
