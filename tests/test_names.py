@@ -425,6 +425,8 @@ def test_mappings_by_argument() -> None:
     )
 
 
+# The older Haliax uses it in `dot`.
+@pytest.mark.filterwarnings("ignore:jax.core.is_constant_dim is deprecated:DeprecationWarning")
 def test_the_batch_of_fsdp_has_the_compute_mapping() -> None:
     parameters, compute = {"embed": "data", "mlp": "model"}, {"batch": "data", "mlp": "model"}
     step = ns.fsdp(lambda w, x: hax.dot(x, w, axis="embed"), parameters, compute)
