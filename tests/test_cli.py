@@ -74,7 +74,7 @@ embeddings.words.weight            vocab=30522, embed=384  P('data', None)      
 encoder.layer.{0..1}.up.weight ×2  mlp=1536, embed=384     P('model', None)            bfloat16     288 KiB  read
 encoder.layer.{0..1}.up.bias ×2    mlp=1536                P('model')                  bfloat16       768 B  read
 scale                              scalar                  P()                         float32          4 B  read
-position_ids                       (1, 512)                P(None, ('model', 'data'))  int64          512 B  best effort
+position_ids                       (1, 512)                P(None, ('model', 'data'))  int64          256 B  best effort
 
 all leaves: now in file
 7 leaves, 47 MiB; on each of 8 devices 22.9 MiB, of which 4 B replicated
@@ -94,7 +94,7 @@ encoder.layer.{0..1}.up     mlp=1536 → model, embed=384     288 KiB  read
 encoder.layer.{0..1}.up     mlp=1536 → model                  768 B  read
   .bias ×2
 scale                       scalar                              4 B  read
-position_ids                (1, 512)                          512 B  best effort
+position_ids                (1, 512)                          256 B  best effort
 
 all leaves: now in file
 7 leaves, 47 MiB; on each of 8 devices 22.9 MiB, of which 4 B replicated
@@ -142,18 +142,18 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "position_ids": [None, ["model", "data"]],
     }
     assert {leaf["route"] for leaf in said["leaves"]} == {"read", "best effort"}
-    assert said["totals"]["bytes_per_device"] == 15261 * 384 * 4 + 2 * (384 * 384 * 2 + 384 * 2) + 4 + 512
+    assert said["totals"]["bytes_per_device"] == 15261 * 384 * 4 + 2 * (384 * 384 * 2 + 384 * 2) + 4 + 256
     assert said["lints"] == [{"kind": "unnamed", "text": "1 of 7 tensors match no --axes pattern"}]
 
 
 def test_the_total_is_what_each_device_holds_after_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = {"a.w": (16, 8), "a.b": (16,), "odd": (3, 5), "big": (64, 6), "scalar": ()}
-    ns.save_safetensors(
-        {name: np.ones(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "x.safetensors"
-    )
-    like = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-    where = mesh((2, 4), "data model")
-    tree = ns.load_safetensors(tmp_path / "x.safetensors", like, {"mlp": "model"}, where, axes={"a.w": "mlp embed"})
+    shapes = {"a.w": (16, 8), "a.b": (16,), "odd": (3, 5), "big": (64, 6), "scalar": (), "ids": (1, 512)}
+    # JAX holds 64-bit integers that fit in 32 bits.
+    values = {name: np.ones(shape, np.int64 if name == "ids" else np.float32) for name, shape in shapes.items()}
+    ns.save_safetensors(values, tmp_path / "x.safetensors")
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in values.items()}
+    where, axes = mesh((2, 4), "data model"), {"a.w": "mlp embed"}
+    tree = ns.load_safetensors(tmp_path / "x.safetensors", like, {"mlp": "model"}, where, axes=axes, narrow="fit")
     arguments = ["--mesh", "data=2,model=4", "--map", "mlp=model", "--axes", "a.w=mlp embed", "--json"]
     _, out, _ = run(capsys, str(tmp_path / "x.safetensors"), *arguments)
     held = sum(x.addressable_shards[0].data.nbytes for x in tree.values())

@@ -24,7 +24,7 @@ from namedshard._place.route import (
 )
 from namedshard._place.shard import check_memory_kind
 from namedshard._plan.best_effort import best_effort_spec
-from namedshard._plan.leaves import Leaf
+from namedshard._plan.leaves import Leaf, jax_dtype
 from namedshard._plan.mapping import AxisMapping, MappingLike, Policy, axis_names, mesh_axes_of
 from namedshard._plan.mesh import MeshLike, describe, manual_axes
 from namedshard._plan.names import UNNAMED, AxesLike, unmatched_patterns
@@ -116,7 +116,7 @@ def explain_leaves(
         reasons = tuple(w for w in (*why, planned.note) if w)
         if in_file:
             route = "error" if bad else "read" if planned.spec is not None else "best effort"
-            planned = planned if planned.spec is not None else _by_best_effort(planned, mesh)
+            planned = _as_loaded(planned, mesh)
             found.append(Row(planned.path, planned, "in file", route, reasons, bad, memory_kind=memory_kind))
         else:
             found.append(_row(planned, leaf.value, reasons, bad, mesh, memory_kind, staging))
@@ -131,11 +131,12 @@ def explain_leaves(
     return Explanation(plan, rows, lints, _totals(plan, rows), unmapped, fixing)
 
 
-def _by_best_effort(planned: LeafPlan, mesh: MeshLike) -> LeafPlan:
-    """Where `load_safetensors` puts an array without names."""
-    spec = best_effort_spec(planned.shape or (), mesh)
+def _as_loaded(planned: LeafPlan, mesh: MeshLike) -> LeafPlan:
+    """What a device holds of a tensor after `load_safetensors`, which also places arrays without names."""
+    spec = best_effort_spec(planned.shape or (), mesh) if planned.spec is None else planned.spec
     pieces = math.prod(mesh.shape[name] for entry in spec for name in axis_names(entry))
-    return dataclasses.replace(planned, spec=spec, bytes_per_device=planned.bytes // pieces)
+    held = planned.bytes // planned.dtype.itemsize * jax_dtype(planned.dtype).itemsize
+    return dataclasses.replace(planned, spec=spec, bytes_per_device=held // pieces)
 
 
 def _row(
