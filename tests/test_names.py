@@ -286,6 +286,8 @@ def test_an_equinox_model_is_sharded_trained_and_its_states_follow(kind: str) ->
 
 
 def test_init_names_its_result() -> None:
+    with pytest.raises(ns.AxisNamesError):
+        ns.init(model, 0, mapping={"mlp": "model"}, mesh=M42, axes={"layers.0.weight": "a mlp embed"})
     made = ns.init(model, 0, mapping={"mlp": "model"}, mesh=M42, axes=AXES)
     lowered = ns.lower_init(model, 0, mapping={"mlp": "model"}, mesh=M42, axes=AXES)
     assert_exactly(lowered.compile()(0).layers[0].weight, M42, P("model", None))

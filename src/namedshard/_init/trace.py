@@ -227,7 +227,7 @@ def _plan(
     """Sets where each output goes; so far that's a memory kind, or nowhere in particular."""
     tree = jax.tree_util.tree_unflatten(traced.treedef, [output.value for output in traced.outputs])
     own = [None if output.slot is None or not own_specs else own_specs[output.slot] for output in traced.outputs]
-    leaves, places = named_leaves(tree, mapping, lenient=True), _places(request, mapping, mesh, tree, own)
+    leaves, places = named_leaves(tree, mapping, beside=_arrays(request)), _places(request, mapping, mesh, tree, own)
     # What is made of sharded arrays, such as an optimizer's states, follows them.
     if mapping is not None and not any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in request.arrays):
         check_unmatched("init", leaves, mapping)
@@ -239,6 +239,12 @@ def _plan(
             output.place = sharding.with_memory_kind(kind) if isinstance(kind, str) else sharding
 
 
+def _arrays(request: Request) -> list[tuple[str, tuple[int, ...]]]:
+    """The paths and shapes of the arguments."""
+    paths = request.paths()
+    return [(jax.tree_util.keystr(paths[i]), tuple(request.leaves[i].shape)) for i in request.dynamic]
+
+
 def _places(
     request: Request,
     mapping: AxisMapping | None,
@@ -248,7 +254,7 @@ def _places(
 ) -> list[tuple[NamedSharding | None, bool]]:
     """Where each leaf of a result (or of a part of it) goes, and whether its names say so."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    leaves = named_leaves(tree, mapping, lenient=True)
+    leaves = named_leaves(tree, mapping, beside=_arrays(request))
     by_name: list[NamedSharding | None] = [None] * len(paths)
     if mesh is not None:
         given, treedef = mapping or AxisMapping(), jax.tree_util.tree_structure(tree)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from namedshard._errors import AxisNamesError
 from namedshard._plan.mapping import AxisMapping, carried_mapping, spec_entries
-from namedshard._plan.names import UNNAMED, Axes, dotted, fit_names, match_names
+from namedshard._plan.names import UNNAMED, Array, Axes, dotted, fit_names, match_names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,20 +261,22 @@ def with_distinct_paths(leaves: list[Leaf]) -> list[Leaf]:
     return out
 
 
-def named_leaves(tree: Any, mapping: AxisMapping | None = None, *, lenient: bool = False) -> list[Leaf]:
+def named_leaves(
+    tree: Any, mapping: AxisMapping | None = None, *, lenient: bool = False, beside: Sequence[Array] = ()
+) -> list[Leaf]:
     """All raw leaves in order, each with a path that no other has and, where it has them, its axis names.
 
-    Arrays that carry no names get those that the mapping gives to their paths. With ``lenient``, a pattern may fit none
-    that it matches, such as the states of an optimizer.
+    Arrays that carry no names get those that the mapping gives to their paths. With ``lenient``, or if it
+    fits arrays ``beside`` them, a pattern may fit none that it matches, such as the states of an optimizer.
 
     Raises:
         AxisNamesError: Names by path don't fit the arrays.
     """
     leaves = with_distinct_paths(_without_placeholders(list(_walk((), tree))))
-    return leaves if mapping is None else with_names(leaves, mapping.axes_items, lenient=lenient)
+    return leaves if mapping is None else with_names(leaves, mapping.axes_items, lenient=lenient, beside=beside)
 
 
-def with_names(leaves: list[Leaf], axes: Axes, *, lenient: bool = False) -> list[Leaf]:
+def with_names(leaves: list[Leaf], axes: Axes, *, lenient: bool = False, beside: Sequence[Array] = ()) -> list[Leaf]:
     """The leaves, with names by path for the arrays that have none.
 
     Raises:
@@ -290,9 +292,8 @@ def with_names(leaves: list[Leaf], axes: Axes, *, lenient: bool = False) -> list
             f"axes={alone!r} names a single array, but there are {len(arrays)}",
             fix=f"name them by leaf path, as in axes={{{dotted(leaves[bare[0]].path)!r}: {alone!r}}}",
         )
-    fitted, notes = match_names(
-        [(leaves[i].path, leaves[i].value.shape) for i in bare], axes, len(arrays), lenient=lenient
-    )
+    found = [(leaves[i].path, leaves[i].value.shape) for i in bare]
+    fitted, notes = match_names(found, axes, len(arrays), lenient=lenient, beside=beside)
     out = list(leaves)
     for n, i in enumerate(bare):
         if n in fitted:

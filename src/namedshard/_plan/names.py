@@ -15,6 +15,9 @@ AxesLike: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 Axes: TypeAlias = tuple[tuple[str, str], ...]
 """(pattern, names), in order; an empty pattern is for the only array of a tree."""
 
+Array: TypeAlias = tuple[str, Sequence[int]]
+"""The leaf path and the shape of an array."""
+
 UNNAMED = "_"
 _DIMENSION = re.compile(r"\((?P<fused>[^()]*)\)|(?P<rest>\.\.\.)|(?P<name>[^\s,()]+)|(?P<stray>[()])")
 _AXIS = re.compile(r"[^\s,]+")
@@ -192,21 +195,33 @@ def matches(pattern: str, path: str) -> bool:
     return any(regex.fullmatch(text + end) for text in {parts, stored})
 
 
+def _first_match(axes: Axes, path: str) -> tuple[str, str] | None:
+    return next((pair for pair in axes if not pair[0] or matches(pair[0], path)), None)
+
+
+def _fits(text: str, shape: Sequence[int]) -> bool:
+    try:
+        return fit_names(text, shape) is not None
+    except ValueError:
+        return False
+
+
 def match_names(
-    arrays: Sequence[tuple[str, Sequence[int]]], axes: Axes, total: int, *, lenient: bool = False
+    arrays: Sequence[Array], axes: Axes, total: int, *, lenient: bool = False, beside: Sequence[Array] = ()
 ) -> tuple[dict[int, Fitted], dict[int, str]]:
     """Names for arrays, (path, shape)s, and notes for those whose names fit another number of dimensions.
 
-    With ``lenient``, all of a pattern may be such: optimizer states have the paths of parameters that aren't there.
+    With ``lenient``, all of a pattern may be such, as they may where the pattern fits arrays ``beside`` these: an
+    optimizer's states have the paths of parameters, and other shapes.
 
     Raises:
         AxisNamesError: Names fit no array that their pattern matches, or sizes do not multiply; lists all.
     """
     by_pattern: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for i, (path, _) in enumerate(arrays):
-        found = next((pair for pair in axes if not pair[0] or matches(pair[0], path)), None)
-        if found is not None:
+        if (found := _first_match(axes, path)) is not None:
             by_pattern[found].append(i)
+    fitting = {found for path, shape in beside if (found := _first_match(axes, path)) and _fits(found[1], shape)}
     fitted: dict[int, Fitted] = {}
     notes: dict[int, str] = {}
     lines: list[str] = []
@@ -224,7 +239,7 @@ def match_names(
             if found is not None:
                 fitted[i] = found
                 del wrong[i]
-        if len(wrong) == len(members) and not lenient:
+        if len(wrong) == len(members) and not lenient and (pattern, text) not in fitting:
             lines += [f"{at(arrays[i][0])}: {tuple(arrays[i][1])}: {why}" for i, why in wrong.items()]
         notes |= {i: f"{why}; left as it is" for i, why in wrong.items()}
     if lines:
