@@ -8,7 +8,10 @@ from typing import Any
 import haliax as hax
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from namedshard._place import reader
 
 DEVICES = np.array(jax.devices())
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -118,3 +121,17 @@ def nothing_moved() -> Iterator[None]:
     yield
     known = {id(x) for x in before}
     assert [x for x in jax.live_arrays() if id(x) not in known] == []
+
+
+def sizes_copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each block that is copied off a device from now on."""
+    sizes: list[int] = []
+    real = reader.copy_block
+
+    def noted(*args: Any) -> np.ndarray:
+        block = real(*args)
+        sizes.append(block.nbytes)
+        return block
+
+    monkeypatch.setattr(reader, "copy_block", noted)
+    return sizes

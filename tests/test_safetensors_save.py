@@ -21,11 +21,10 @@ from haliax.state_dict import ModuleWithStateDictSerialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
-from support import E8, E42, M8, M8_REVERSED, M42, MIXED42, bits, counting, na
+from support import E8, E42, M8, M8_REVERSED, M42, MIXED42, bits, counting, na, sizes_copied
 
 import namedshard as ns
 from namedshard import _jaxcompat as compat
-from namedshard._place import reader
 from namedshard._safetensors import save as _save
 from namedshard._safetensors.commit import PartialFile
 
@@ -74,14 +73,7 @@ MEMORY = {
 
 
 def test_each_shard_of_an_accelerator_is_copied_off_it_once(tmp_path, monkeypatch):
-    copied: list[int] = []
-    real = reader.copy_block
-
-    def noted(*args: Any) -> np.ndarray:
-        copied.append(real(*args).nbytes)
-        return real(*args)
-
-    monkeypatch.setattr(reader, "copy_block", noted)
+    copied = sizes_copied(monkeypatch)
     x, replicated = (jax.device_put(counting(64, 128), NamedSharding(M42, spec)) for spec in (P("data", "model"), P()))
     with ns.testing.accelerator_routes(), compat.count_compiles() as programs:
         ns.save_safetensors({"x": x, "y": replicated, "z": x + 0}, tmp_path / "x.safetensors", budget="1MiB")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na, unreduced
+from support import DEVICES, M8, M8_REVERSED, M42, bits, counting, na, sizes_copied, unreduced
 
 import namedshard as ns
 from namedshard import _jaxcompat as compat
@@ -197,16 +197,8 @@ def test_bytes_on_a_device_of_an_accelerator_are_those_of_its_programs() -> None
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what is copied off devices, where these are as accelerators."""
-    sizes: list[int] = []
-    real = reader.copy_block
-
-    def noted(*args: Any) -> np.ndarray:
-        sizes.append(real(*args).nbytes)
-        return real(*args)
-
-    monkeypatch.setattr(reader, "copy_block", noted)
     monkeypatch.setattr(reader, "on_cpus", lambda sharding: False)
-    return sizes
+    return sizes_copied(monkeypatch)
 
 
 def test_boxes_are_read_from_accelerators_in_blocks_by_one_program(copied: list[int]) -> None:
