@@ -120,9 +120,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in rules:
             raise UsageError(f"axis {name} is mapped twice")
         rules[name] = rule
-    # Of a pattern given twice the first counts.
-    patterns = dict(reversed([parse_axes(text) for text in arguments.axes]))
-    axes = {pattern: patterns[pattern] for pattern, _ in map(parse_axes, arguments.axes)}
+    axes: dict[str, str] = {}
+    for pattern, names in map(parse_axes, arguments.axes):
+        # Of a pattern given twice the first counts.
+        axes.setdefault(pattern, names)
     mapping = AxisMapping(rules, indivisible=arguments.indivisible, axes=axes)
     tensors = read_header(arguments.checkpoint)
     structs = [Leaf(name, jax.ShapeDtypeStruct(info.shape, info.dtype), None) for name, info in tensors.items()]

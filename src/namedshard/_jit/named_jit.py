@@ -44,7 +44,15 @@ from namedshard._jit.store import (
 )
 from namedshard._place.shard import place_leaves
 from namedshard._plan.leaves import Leaf, with_names
-from namedshard._plan.mapping import AxisMapping, FsdpMapping, MappingLike, Unmatched, thread_hint, with_context_names
+from namedshard._plan.mapping import (
+    AxisMapping,
+    FsdpMapping,
+    MappingLike,
+    Unmatched,
+    as_mapping,
+    thread_hint,
+    with_context_names,
+)
 from namedshard._plan.mesh import MeshLike, context_mesh, describe, require_attached
 from namedshard._plan.names import AxesLike, check_axes
 from namedshard._plan.plan import check_unmatched
@@ -518,9 +526,9 @@ def named_jit(
     if on_mismatch not in ("error", "reshard", "warn"):
         raise TypeError(f"on_mismatch={on_mismatch!r}: use 'error', 'reshard' or 'warn'")
     options = Options(
-        None if axis_resources is None else _as_mapping(axis_resources),
+        None if axis_resources is None else as_mapping(axis_resources),
         _argument_mappings(in_axis_resources),
-        None if out_axis_resources is None else _as_mapping(out_axis_resources),
+        None if out_axis_resources is None else as_mapping(out_axis_resources),
         # In hashable forms, so that wrappings with equal specs share their programs.
         tuple(donate_args) if isinstance(donate_args, list) else donate_args,
         tuple(sorted(donate_kwargs.items())) if isinstance(donate_kwargs, dict) else donate_kwargs,
@@ -531,18 +539,14 @@ def named_jit(
     return functools.partial(NamedJit, options=options) if fn is None else NamedJit(fn, options)
 
 
-def _as_mapping(mapping: MappingLike) -> AxisMapping:
-    return mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
-
-
 def _argument_mappings(given: Any) -> AxisMapping | tuple[tuple[str, AxisMapping], ...] | None:
     """One mapping for all arguments, or each argument's own."""
-    if given is None or isinstance(given, AxisMapping) or not isinstance(given, Mapping):
-        return None if given is None else _as_mapping(given)
-    by_name = cast("dict[str, Any]", given)
-    if not any(isinstance(m, Mapping) for m in by_name.values()):
-        return AxisMapping(by_name)
-    return tuple((name, _as_mapping(mapping)) for name, mapping in by_name.items())
+    if given is None:
+        return None
+    by_name = cast("dict[str, Any]", given) if isinstance(given, Mapping) else {}
+    if any(isinstance(m, Mapping) for m in by_name.values()):
+        return tuple((name, as_mapping(mapping)) for name, mapping in by_name.items())
+    return as_mapping(given)
 
 
 @overload
@@ -625,7 +629,7 @@ def fsdp(
         fn, parameter_mapping, compute_mapping = None, fn, parameter_mapping
     if parameter_mapping is None or compute_mapping is None:
         raise TypeError("fsdp needs a parameter_mapping and a compute_mapping")
-    compute = _as_mapping(compute_mapping)
+    compute = as_mapping(compute_mapping)
     places = FsdpMapping(AxisMapping(parameter_mapping, unmatched=unmatched), compute)
     given = {"": places, **(in_axis_resources or {})}
     return named_jit(fn, compute, in_axis_resources=given, out_axis_resources=places, axes=axes)

@@ -142,7 +142,8 @@ class _Step:
         self._all = _Blocks(plan, plan.devices, ndim)
         self._sources, self._targets = _Blocks(plan, sources, ndim), _Blocks(plan, targets, ndim)
         self._idle = _Blocks(plan, set(plan.devices) - sources, ndim)
-        if sources == targets:
+        self._on_same = sources == targets
+        if self._on_same:
             self._move = self._all.compile(self._moved, numbers=1, donate=(2,))
         else:
             self._cut = self._sources.compile(self._slots, numbers=1)
@@ -153,7 +154,7 @@ class _Step:
     def __call__(self, chunk: int, x: jax.Array, out: jax.Array | None) -> jax.Array | None:
         """The result with one more chunk written to it; no ``out`` makes a new one, and gives up the one given."""
         shards = compat.shards_of(x)
-        if self._sources.devices == self._targets.devices:
+        if self._on_same:
             return self._move(chunk, self._all.label(shards), out)
         cut = self._cut(chunk, self._sources.label(shards)) if shards else ()
         # Programs over all devices need something of the others, too.
@@ -170,7 +171,7 @@ class _Step:
         change = self._change
         block = self._sources.struct(change.have.shard_shape(change.shape), change.dtype)
         out = None if self.chunks == 1 else self._targets.struct(change.want.shard_shape(change.shape), change.dtype)
-        if self._sources.devices == self._targets.devices:
+        if self._on_same:
             return [self._move.lower(0, block, out)]
         sent = [self._all.struct(group.chunk, self._bits) for group, _ in self._rounds]
         arrived = [self._targets.struct(group.chunk, self._bits) for group, _ in self._rounds]

@@ -248,7 +248,7 @@ class AxisMapping(Mapping[str, Any]):
 
 def _merged(first_names: Axes, then: Axes) -> Axes:
     """Names by pattern, of which those for a pattern given twice are the first's."""
-    return tuple({**dict(first_names), **{p: n for p, n in then if p not in dict(first_names)}}.items())
+    return tuple((dict(first_names) | dict(then) | dict(first_names)).items())
 
 
 def _given_rules(rules: Any) -> Mapping[Any, Any]:
@@ -323,8 +323,7 @@ def axis_mapping(mapping: MappingLike, merge: bool = False) -> Generator[AxisMap
         AxisMapping({'batch': None, 'mlp': 'model'})
     """
     outer = current_mapping() if merge else None
-    given = mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
-    wanted = given if outer is None else outer | mapping
+    wanted = as_mapping(mapping) if outer is None else outer | mapping
     with haliax.partitioning.axis_mapping(wanted):
         me = threading.get_ident()
         _known.stack.append((haliax.partitioning.current_thread_local_mapping(), wanted))
@@ -336,6 +335,11 @@ def axis_mapping(mapping: MappingLike, merge: bool = False) -> Generator[AxisMap
             _known.stack.pop()
 
 
+def as_mapping(mapping: MappingLike) -> AxisMapping:
+    """The mapping itself, or one with these rules."""
+    return mapping if isinstance(mapping, AxisMapping) else AxisMapping(mapping)
+
+
 def resolve_mapping(mapping: MappingLike | None, axes: AxesLike | None = None) -> AxisMapping | None:
     """The mapping given, else the one in force, else None.
 
@@ -344,8 +348,7 @@ def resolve_mapping(mapping: MappingLike | None, axes: AxesLike | None = None) -
     found = current_mapping() if mapping is None else mapping
     if found is None:
         return None
-    found = found if isinstance(found, AxisMapping) else AxisMapping(found)
-    return with_context_names(found, () if axes is None else check_axes(axes))
+    return with_context_names(as_mapping(found), () if axes is None else check_axes(axes))
 
 
 def with_context_names(mapping: AxisMapping, axes: Axes = ()) -> AxisMapping:
